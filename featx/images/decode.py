@@ -403,22 +403,21 @@ def _scale_transparent_colour(image: ImageFile.ImageFile) -> None:
 def _fault(data: bytes, error: Exception) -> ImageFault:
     """The fault that describes an exception of a decoder."""
     fault = ImageFault.of(error)
-    if isinstance(error, UnidentifiedImageError) and (why := why_not_rgb(data)) is not None:
+    if not isinstance(error, UnidentifiedImageError):
+        if isinstance(error, EOFError | struct.error | zlib.error) or _CUT_SHORT.search(str(fault)):
+            fault.status = Status.TRUNCATED
+        return fault
+
+    # No parser accepts the file.
+    if (why := why_not_rgb(data)) is not None:
         return format_fault(why)
-    if isinstance(error, UnidentifiedImageError):
-        return ImageFault(*_describe_unknown(data), fault.error)
-    if isinstance(error, EOFError | struct.error | zlib.error) or _CUT_SHORT.search(str(fault)):
-        fault.status = Status.TRUNCATED
-    return fault
-
-
-def _describe_unknown(data: bytes) -> tuple[Status, str]:
-    """Status and message for a file that no parser accepts."""
+    status, message = Status.DECODE_ERROR, "its header is damaged"
     if _SIGNATURE.match(data) is None:
         known = (reason for start, reason in _NOT_READ.items() if data.startswith(start))
-        return Status.UNSUPPORTED, next(known, "not an image of a known format")
-    if data[4:11] == b"ftypavi" and not AvifImagePlugin.SUPPORTED:
-        return Status.UNSUPPORTED, "AVIF needs a Pillow that has it, such as its wheels on PyPI"
-    if data.startswith(b"\xff\xd8"):
-        return Status.DECODE_ERROR, "its header is damaged, or it is a lossless or 12-bit JPEG"
-    return Status.DECODE_ERROR, "its header is damaged"
+        status, message = Status.UNSUPPORTED, next(known, "not an image of a known format")
+    elif data[4:11] == b"ftypavi" and not AvifImagePlugin.SUPPORTED:
+        status = Status.UNSUPPORTED
+        message = "AVIF needs a Pillow that has it, such as its wheels on PyPI"
+    elif data.startswith(b"\xff\xd8"):
+        message = "its header is damaged, or it is a lossless or 12-bit JPEG"
+    return ImageFault(status, message, fault.error)

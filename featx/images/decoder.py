@@ -127,7 +127,10 @@ class Decoder:
             group, number, is_last, first, stop, num_rows, buffer, offset = TASK.unpack(record)
             groups[self._index] = group
             worker, times, clock = self._workers[number], LoaderTimes(), DecodingClock(since)
-            slot = self._slot(worker, num_rows, offset)
+            slot = self._slots.get(offset)
+            if slot is None:  # it is mapped the first time
+                layout = SlotLayout(num_rows, worker.shape, worker.dtype)
+                slot = self._slots[offset] = layout.map(self._channels.slots, offset)
             for place in range(first, stop):
                 row = int(slot.rows[place])
                 if row == NO_ROW:
@@ -169,11 +172,3 @@ class Decoder:
             return read_range(self._channels.spool, (buffer << BUFFER_SHIFT) + start, stop - start)
 
         return read if buffer == NO_BUFFER else read_spool
-
-    def _slot(self, worker: RowWorker, num_rows: int, offset: int) -> Slot:
-        """The slot of a task, which is mapped the first time."""
-        slot = self._slots.get(offset)
-        if slot is None:
-            layout = SlotLayout(num_rows, worker.shape, worker.dtype)
-            slot = self._slots[offset] = layout.map(self._channels.slots, offset)
-        return slot

@@ -61,15 +61,12 @@ class SlotLayout:
     dtype: np.dtype[np.generic]
 
     @property
-    def image_bytes(self) -> int:
-        """Bytes of the images, up to a whole page."""
-        pixels = self.num_rows * int(np.prod(self.shape, dtype=np.int64))
-        return _whole_pages(pixels * self.dtype.itemsize)
-
-    @property
     def num_bytes(self) -> int:
-        """Bytes of the slot, up to a whole page."""
-        return self.image_bytes + _whole_pages(8 * _COLUMNS * self.num_rows)
+        """Bytes of the slot: the images, the columns at its end, and what fills up a page."""
+        num_values = self.num_rows * int(np.prod(self.shape, dtype=np.int64))
+        num_bytes = num_values * self.dtype.itemsize + 8 * _COLUMNS * self.num_rows
+        page = mmap.ALLOCATIONGRANULARITY
+        return -(-num_bytes // page) * page
 
     def map(self, file: int, offset: int) -> Slot:
         """Map a slot into this process."""
@@ -77,7 +74,8 @@ class SlotLayout:
         count = self.num_rows
         pixels = count * int(np.prod(self.shape, dtype=np.int64))
         images = np.frombuffer(memory, self.dtype, pixels).reshape(count, *self.shape)
-        columns = np.frombuffer(memory, np.int64, _COLUMNS * count, self.image_bytes)
+        start = self.num_bytes - 8 * _COLUMNS * count
+        columns = np.frombuffer(memory, np.int64, _COLUMNS * count, start)
         rows, checksums, starts, stops = columns.reshape(_COLUMNS, count)
         return Slot(offset, images, rows, checksums.view(np.uint64), starts, stops)
 
@@ -91,11 +89,6 @@ def anonymous_file(name: str) -> int:
         return os.memfd_create(name)
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
-
-
-def _whole_pages(num_bytes: int) -> int:
-    """A number of bytes, rounded up to pages."""
-    return -(-num_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
 
 
 class Spool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import os
 import pickle
 import queue
@@ -204,20 +205,38 @@ class DecoderPool:
         Raises:
             RunError: no decoder can be started.
         """
+        shape, dtype = self._workers[worker].shape, self._workers[worker].dtype
+        layout = SlotLayout(num_places, shape, dtype)
         with self._state:
-            self._start()
-            layout = SlotLayout(
-                num_places, self._workers[worker].shape, self._workers[worker].dtype
-            )
-            slot = self._take_slot(worker, layout)
+            if not self._num_started:
+                self._start()
+
+            # A slot that is free, or a new one at the end of the file.
+            name = (worker, num_places)
+            self._lent_slots.setdefault(name, set())
+            if free := self._free_slots.setdefault(name, []):
+                slot = free.pop()
+            else:
+                offset, self._slots_end = self._slots_end, self._slots_end + layout.num_bytes
+                os.ftruncate(self._channels.slots, self._slots_end)
+                slot = layout.map(self._channels.slots, offset)
             slot.rows[: len(rows)] = rows
             slot.checksums[: len(rows)] = NO_IMAGE
             job = Job(worker, rows, slot, layout)
+
             self._num_begun += len(rows)
             # An image must not move to another decoder, which would decode it once more.
             if self._num_begun > FEW_ROWS or self._keeps_images_together:
                 self._start_all()
-            spans = self._spans(job)
+
+            # First place of each group, and the place after the last one.
+            if self._keeps_images_together:
+                images = [self._image_of(job, row) for row in rows.tolist()]
+                starts = [0, *(i for i in range(1, len(rows)) if images[i] != images[i - 1])]
+            else:
+                size = max(1, min(GROUP_ROWS, num_places // (2 * self._count)))
+                starts = [*range(0, len(rows), size)]
+            spans = list(itertools.pairwise([*starts, len(rows)]))
             job.num_open = len(spans)
             self._fail_known(job, 0, len(rows))
             if self._reads_in_decoders:
@@ -277,17 +296,6 @@ class DecoderPool:
 
     # Slots
 
-    def _take_slot(self, worker: int, layout: SlotLayout) -> Slot:
-        """A free slot, or a new one; the lock is held."""
-        name = (worker, layout.num_rows)
-        free = self._free_slots.setdefault(name, [])
-        self._lent_slots.setdefault(name, set())
-        if free:
-            return free.pop()
-        offset, self._slots_end = self._slots_end, self._slots_end + layout.num_bytes
-        os.ftruncate(self._channels.slots, self._slots_end)
-        return layout.map(self._channels.slots, offset)
-
     def _pin(self, slot: Slot, device: torch.device) -> None:
         """Page-lock a slot for CUDA, so that copies from it are asynchronous."""
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -305,27 +313,20 @@ class DecoderPool:
 
     # Groups on their way to the decoders
 
-    def _spans(self, job: Job) -> list[tuple[int, int]]:
-        """First place of each group of a job, and the place after its last one."""
-        num_rows = len(job.rows)
-        if self._keeps_images_together:
-            images = [self._image_of(job, row) for row in job.rows.tolist()]
-            starts = [0, *(i for i in range(1, num_rows) if images[i] != images[i - 1])]
-            return list(zip(starts, [*starts[1:], num_rows], strict=True))
-        size = max(1, min(GROUP_ROWS, job.layout.num_rows // (2 * self._count)))
-        return [(i, min(i + size, num_rows)) for i in range(0, num_rows, size)]
-
     def _give_out(self, groups: Iterable[Group]) -> None:
         """Hand groups to the decoders; the lock is held."""
         for group in groups:
             number = self._num_groups = (self._num_groups + 1) & 0xFFFFFFFF
             self._groups[number] = group
-            job = group.job
+            job, pipe = group.job, 0
+            if len(self._tasks) > 1:  # with one pipe any decoder takes the group
+                _, key = self._image_of(job, int(job.rows[group.first]))
+                pipe = zlib.crc32(key) % self._count
             record = TASK.pack(
                 number, job.worker, group.is_last, group.first, group.stop, job.layout.num_rows,
                 group.buffer, job.slot.offset,
             )  # fmt: skip
-            self._unsent[self._pipe_of(group)].append(record)
+            self._unsent[pipe].append(record)
         self._send()
 
     def _send(self) -> None:
@@ -342,13 +343,6 @@ class DecoderPool:
                     for _ in range(count):
                         records.popleft()
 
-    def _pipe_of(self, group: Group) -> int:
-        """Number of the pipe that a group is written into; with one pipe any decoder takes it."""
-        if len(self._tasks) == 1:
-            return 0
-        _, key = self._image_of(group.job, int(group.job.rows[group.first]))
-        return zlib.crc32(key) % self._count
-
     def _image_of(self, job: Job, row: int) -> tuple[int, bytes]:
         """Number of the worker of a job, and key of the image of a row."""
         return job.worker, self._workers[job.worker].image_key(row)
@@ -357,8 +351,6 @@ class DecoderPool:
 
     def _start(self) -> None:
         """Create the pipes and fork the supervisor, which starts one decoder; the lock is held."""
-        if self._num_started:
-            return
         num_pipes = self._count if self._keeps_images_together else 1
         pipes = [os.pipe() for _ in range(num_pipes)]
         self._tasks = [out for _, out in pipes]

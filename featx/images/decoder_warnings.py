@@ -45,28 +45,21 @@ _STDERR_BYTES = 1 << 14
 """Largest number of bytes on stderr that are taken as warnings of one image."""
 
 
-class DecoderWarnings:
-    """Warnings of decoders: reason, with N in place of every number -> number of images."""
+def count_warnings(counts: Counter[str], key: bytes, messages: Iterable[str]) -> None:
+    """Count the warnings of an image by reason, once each, and log reasons that are new here.
 
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-
-    def add(self, key: bytes, messages: Iterable[str]) -> None:
-        """Count each reason once per image, and log those that are new in this process."""
-        message_of_reason = {reason_of(message): message for message in reversed([*messages])}
-        for reason, message in message_of_reason.items():
-            has_room = reason in self.counts or len(self.counts) < MAX_REASONS
-            entry = reason if has_room else OTHER
-            self.counts[entry] += 1
-            if entry not in _logged:
-                _logged.add(entry)
-                name = name_text(key)
-                logger.warning("%s: %s (others of this kind are counted)", name, message)
-
-
-def reason_of(message: str) -> str:
-    """A warning without what differs between images: numbers become N."""
-    return _NUMBERS.sub("N", message)[:_LENGTH]
+    A reason is a warning without what differs between images: numbers become N.
+    """
+    message_of_reason = {
+        _NUMBERS.sub("N", message)[:_LENGTH]: message for message in reversed([*messages])
+    }
+    for reason, message in message_of_reason.items():
+        has_room = reason in counts or len(counts) < MAX_REASONS
+        entry = reason if has_room else OTHER
+        counts[entry] += 1
+        if entry not in _logged:
+            _logged.add(entry)
+            logger.warning("%s: %s (others of this kind are counted)", name_text(key), message)
 
 
 class _OfThread(threading.local):

@@ -7,18 +7,19 @@ image takes its place.
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from featx.base import num_cpus
 from featx.images.decode_settings import PILLOW, DecodeSettings
 from featx.images.decoder_channels import Job, LoaderTimes
 from featx.images.decoder_pool import KEPT_BATCHES, DecoderPool
-from featx.images.decoder_warnings import DecoderWarnings
+from featx.images.decoder_warnings import count_warnings
 from featx.images.preprocess import centre_crop
 from featx.images.row_loader import RowLoader, image_in_place
 from featx.types import Batch, Failure, Listing, Part, Source, ViewSource
@@ -58,7 +59,7 @@ class Loader:
     ) -> None:
         self.num_decoders = decoding.workers or num_cpus()
         self._decoding = decoding
-        self._warnings = DecoderWarnings()
+        self._warnings: Counter[str] = Counter()
         views = isinstance(source, ViewSource)
         # Pillow needs 4 bytes a pixel. An image of several rows may have so many that this
         # decides the memory of the run; that the decoders agree is left to tests there.
@@ -97,9 +98,10 @@ class Loader:
             self._pinned_for,
             self._num_kept,
         )
-        pool.on_warnings = lambda row, messages: self._warnings.add(
-            self._rows.image_key(row), messages
+        pool.on_warnings = lambda row, messages: count_warnings(
+            self._warnings, self._rows.image_key(row), messages
         )
+        self.times = pool.times
         return pool
 
     def end_decoders(self) -> None:
@@ -112,19 +114,14 @@ class Loader:
         self._pool = self._new_pool()
 
     @property
-    def times(self) -> LoaderTimes:
-        """Seconds and bytes of the decoders since `start_counting`."""
-        return self._pool.times
-
-    @property
     def warnings(self) -> dict[str, int]:
         """Reason -> number of images with this warning of their decoder since `start_counting`."""
-        return dict(self._warnings.counts)
+        return dict(self._warnings)
 
     def start_counting(self) -> None:
         """Count seconds, bytes and warnings from zero."""
-        self._pool.times = LoaderTimes()
-        self._warnings = DecoderWarnings()
+        self.times = self._pool.times = LoaderTimes()
+        self._warnings = Counter()
 
     def batches(self, parts: Iterable[Part], batch_size: int) -> Iterator[tuple[Part, Batch]]:
         """Load the batches of some parts in order; a batch never crosses a part.
@@ -148,14 +145,16 @@ class Loader:
         )
         pending: deque[tuple[Part, Job]] = deque()
         try:
-            for part, start, count in spans:
-                job = self._pool.begin(_RUN, np.arange(start, start + count), batch_size)
+            while True:
+                num_missing = self._prefetch + 1 - len(pending)
+                for part, start, count in itertools.islice(spans, num_missing):
+                    rows = np.arange(start, start + count)
+                    pending.append((part, self._pool.begin(_RUN, rows, batch_size)))
+                if not pending:
+                    return
                 # Batches finish in any order; the queue hands them out in the order of the rows.
-                pending.append((part, job))
-                if len(pending) > self._prefetch:
-                    yield self._finish(*pending.popleft())
-            while pending:
-                yield self._finish(*pending.popleft())
+                part, job = pending.popleft()
+                yield part, self._batch_of(job)
         finally:
             for _, job in pending:
                 self._pool.abandon(job)
@@ -198,36 +197,37 @@ class Loader:
     ) -> Iterator[torch.Tensor | Failure]:
         """Load as `results`; with windows images in their own size."""
         worker = _LIBRARY if by_library else _RUN
-        pending: deque[Job] = deque()
+        num_together, num_ahead = self._rows_together, self._ahead_rows // self._rows_together
         remaining = iter(rows)
+        pending: deque[Job] = deque()
         try:
-            while chunk := list(itertools.islice(remaining, self._rows_together)):
-                pending.append(self._pool.begin(worker, np.array(chunk), self._rows_together))
-                if len(pending) * self._rows_together > self._ahead_rows:
-                    yield from self._results_of(pending.popleft())
-            while pending:
-                yield from self._results_of(pending.popleft())
+            while True:
+                while len(pending) <= num_ahead:
+                    chunk = np.array([*itertools.islice(remaining, num_together)])
+                    if not len(chunk):
+                        break
+                    pending.append(self._pool.begin(worker, chunk, num_together))
+                if not pending:
+                    return
+                job = pending.popleft()
+                images = self._finish(job)[0][: len(job.rows)].clone()
+                failure_of = {failure.row: failure for failure in job.failures}
+                for image, row in zip(images, job.rows.tolist(), strict=True):
+                    yield failure_of.get(row, image)
         finally:
             for job in pending:
                 self._pool.abandon(job)
 
-    def _finish(self, part: Part, job: Job) -> tuple[Part, Batch]:
-        images, checksums = self._pool.finish(job)
+    def _batch_of(self, job: Job) -> Batch:
+        """The batch of a job. Nothing else may refer to its images, whose memory is used again."""
+        images, checksums = self._finish(job)
         count = len(job.rows)
-        images = self._in_own_sizes(images)
         images[count:].zero_()
-        return part, Batch(images, int(job.rows[0]), count, job.failures, checksums, job.damaged)
+        return Batch(images, int(job.rows[0]), count, job.failures, checksums, job.damaged)
 
-    def _in_own_sizes(self, places: torch.Tensor) -> torch.Tensor:
-        """The (B, C, H, W) images of a job; with windows the image in its only place."""
-        if not self._has_windows:
-            return places
-        return image_in_place(places[0], self._decoding.preprocess.shape[0])[None]
-
-    def _results_of(self, job: Job) -> Iterator[torch.Tensor | Failure]:
-        """The images of a job, copied out of shared memory, and its failures."""
-        images, _ = self._pool.finish(job)
-        images = self._in_own_sizes(images)
-        failure_of = {failure.row: failure for failure in job.failures}
-        for image, row in zip(images[: len(job.rows)].clone(), job.rows.tolist(), strict=True):
-            yield failure_of.get(row, image)
+    def _finish(self, job: Job) -> tuple[torch.Tensor, npt.NDArray[np.uint64]]:
+        """Wait for a job. Returns (B, C, H, W) images in shared memory, and checksums."""
+        images, checksums = self._pool.finish(job)
+        if self._has_windows:  # the image in the only place, in its own size
+            images = image_in_place(images[0], self._decoding.preprocess.shape[0])[None]
+        return images, checksums

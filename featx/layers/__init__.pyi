@@ -11,8 +11,11 @@ from .capture_hooks import ANYTHING as ANYTHING
 from .capture_hooks import CaptureHooks as CaptureHooks
 from .capture_hooks import Expected as Expected
 from .capture_hooks import Keep as Keep
+from .capture_hooks import OutputCollector as OutputCollector
 from .capture_hooks import check_calls as check_calls
+from .capture_hooks import check_storable as check_storable
 from .capture_hooks import clone_captured as clone_captured
+from .capture_hooks import largest_magnitudes as largest_magnitudes
 from .edits import edit as edit
 from .embedding import is_exposed as is_exposed
 from .embedding import with_evidence as with_evidence
@@ -23,9 +26,8 @@ from .gradient_target import target_values as target_values
 from .gradient_target import values_of_classes as values_of_classes
 from .layer_hooks import PassRecord as PassRecord
 from .layer_hooks import pick as pick
-from .output_collector import OutputCollector as OutputCollector
-from .output_collector import check_storable as check_storable
-from .output_collector import largest_magnitudes as largest_magnitudes
+from .layer_names import CapturePoint as CapturePoint
+from .layer_names import element_name as element_name
 from .position_checks import Maps as Maps
 from .position_checks import check_positions as check_positions
 from .position_checks import misplaced_maps as misplaced_maps
@@ -64,10 +66,8 @@ from .selection import Selection as Selection
 from .selection import named_point as named_point
 from .selection import select as select
 from .stages import find_stages as find_stages
-from .trace import Call as Call
-from .trace import CapturePoint as CapturePoint
-from .trace import Operation as Operation
-from .trace import Trace as Trace
-from .trace import element_name as element_name
+from .tracer import Call as Call
+from .tracer import Operation as Operation
+from .tracer import Trace as Trace
 from .tracer import no_fast_path as no_fast_path
 from .tracer import trace_forward as trace_forward

@@ -61,33 +61,29 @@ def plain_attention(module: nn.Module, requests: Sequence[str]) -> Iterator[list
         yield plain
 
 
-def _dropout(module: nn.Module) -> nn.Module | None:
-    """The module to which timm's attention passes its weights, or None."""
+def source_of_weights(module: nn.Module) -> nn.Module | None:
+    """The module whose calls show attention weights; None if featx cannot read those of `module`.
+
+    It is nn.MultiheadAttention itself, or a subclass that is called like it, and the module to
+    which timm's attention passes its weights.
+    """
+    if isinstance(module, nn.MultiheadAttention):
+        arguments = inspect.signature(module.forward).parameters
+        if {_NEED, _AVERAGE} <= arguments.keys():
+            return module
     dropout = getattr(module, "attn_drop", None)
     return dropout if isinstance(dropout, nn.Module) else None
-
-
-def _is_multihead(module: nn.Module) -> bool:
-    """Return whether a module is nn.MultiheadAttention, or a subclass that is called like it."""
-    return isinstance(module, nn.MultiheadAttention) and {_NEED, _AVERAGE} <= (
-        inspect.signature(module.forward).parameters.keys()
-    )
-
-
-def shows_weights(module: nn.Module) -> bool:
-    """Return whether featx can read the attention weights of a module."""
-    return _is_multihead(module) or _dropout(module) is not None
 
 
 def hook_weights(
     hooks: ModuleHooks, name: str, module: nn.Module, take: Callable[[torch.Tensor], None]
 ) -> None:
     """Attach hooks that pass the weights of each call, (N, heads, T, S), to `take`."""
-    if _is_multihead(module):
+    source = source_of_weights(module)
+    if source is module:
         _hook_multihead(hooks, module, take)
         return
-    dropout = _dropout(module)
-    if dropout is None:
+    if source is None:
         softmax = f"the softmax operation that computes them, such as {name + '.softmax'!r}."
         chosen = getattr(getattr(module, "config", None), "_attn_implementation", None)
         if chosen not in (None, "eager"):  # transformers
@@ -105,7 +101,7 @@ def hook_weights(
         if args and isinstance(args[0], torch.Tensor):
             take(args[0])
 
-    hooks.add(dropout, before)
+    hooks.add(source, before)
 
 
 class _CallArguments(threading.local):

@@ -27,9 +27,8 @@ from featx.base import (
 from featx.errors import LayerError
 from featx.layers.attention import plain_attention
 from featx.layers.layer_hooks import LayerHooks, with_element
-from featx.layers.layer_names import names_of
+from featx.layers.layer_names import CapturePoint, with_capture
 from featx.layers.own_nodes import own_node
-from featx.layers.trace import CapturePoint
 
 
 @dataclass(eq=False)
@@ -218,7 +217,7 @@ class LoopHooks(LayerHooks):
 
     def __init__(self, model: nn.Module, points: Sequence[CapturePoint]) -> None:
         super().__init__(model, points)
-        self._requests = names_of(points)
+        self._requests = [with_capture(point.layer, point.capture) for point in points]
         self.threads: set[int] = set()
         self.has_run = False
 
@@ -276,11 +275,6 @@ class LoopHooks(LayerHooks):
             return f" {COMPILED_UNSEEN}"
         return ""
 
-    @property
-    def may_be_unseen(self) -> bool:
-        """Whether no call was seen, and this process has compiled code, whose calls are not."""
-        return not self.has_run and not self.threads and has_compiled()
-
     def points_of_call(
         self, key: tuple[str, str], points: list[CapturePoint]
     ) -> list[CapturePoint]:
@@ -336,35 +330,32 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
 
     Compiled code has no operations, and calls only hooks that existed when it was compiled.
     """
+    forwards: dict[nn.Module, object] = {}
+    compiled_calls: dict[nn.Module, object] = {}
     modules: list[Any] = list(model.modules())
-    wrappers = {m: m._orig_mod.__call__ for m in modules if _is_wrapper(m)}
-    others = {module: None for module in modules if module not in wrappers}
-    forwards = {m: original for m in others if (original := _original_forward(m)) is not None}
+    for module in modules:
+        # What torch.compile returns for another module calls that one.
+        if any(each.__name__ == "OptimizedModule" for each in type(module).__mro__):
+            forwards[module] = module._orig_mod.__call__
+            continue
+        compiled_calls[module] = None
+        # A forward method that is compiled by itself: torch.compiler.disable has these attributes
+        # too, and decorators around a function copy them.
+        forward = module.forward
+        original = getattr(forward, "_torchdynamo_orig_callable", None)
+        if original is None or getattr(forward, "_torchdynamo_disable", False):
+            continue
+        is_bare = getattr(forward, "__wrapped__", None) is original
+        if is_bare:
+            is_method = isinstance(forward, MethodType)
+            forwards[module] = MethodType(original, module) if is_method else original
     with (
-        _forward.changed(wrappers | forwards) as changed,
-        _compiled_call.changed(others) as compiled,
+        _forward.changed(forwards) as changed,
+        _compiled_call.changed(compiled_calls) as compiled,
     ):
         if changed or compiled:
             _announce_uncompiled()
         yield
-
-
-def _original_forward(module: nn.Module) -> Callable[..., object] | None:
-    """The code of a forward method that torch.compile has compiled by itself, or None."""
-    forward: Any = module.forward
-    # torch.compiler.disable has these attributes too, and decorators around a function copy them.
-    is_compiled = hasattr(forward, "_torchdynamo_orig_callable")
-    if not is_compiled or getattr(forward, "_torchdynamo_disable", False):
-        return None
-    original: Callable[..., object] = forward._torchdynamo_orig_callable
-    if getattr(forward, "__wrapped__", None) is not original:
-        return None
-    return MethodType(original, module) if isinstance(forward, MethodType) else original
-
-
-def _is_wrapper(module: nn.Module) -> bool:
-    """Return whether a module is what torch.compile returns for another one."""
-    return any(each.__name__ == "OptimizedModule" for each in type(module).__mro__)
 
 
 @functools.cache

@@ -16,8 +16,7 @@ from featx.base import are_equal, refuse_transformed
 from featx.errors import LayerError
 from featx.layers.call_hooks import LoopHooks, is_recomputed
 from featx.layers.layer_hooks import PassRecord, lazy_copy, version_of
-from featx.layers.layer_names import parse_points, with_capture
-from featx.layers.trace import CapturePoint
+from featx.layers.layer_names import CapturePoint, parse_points, with_capture
 
 
 @contextlib.contextmanager

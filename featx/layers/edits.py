@@ -10,11 +10,10 @@ from torch import nn
 
 from featx.base import shape_of
 from featx.errors import LayerError
-from featx.layers.call_hooks import LoopHooks
+from featx.layers.call_hooks import LoopHooks, has_compiled
 from featx.layers.layer_hooks import PassRecord
-from featx.layers.layer_names import parse_points
+from featx.layers.layer_names import CapturePoint, parse_points
 from featx.layers.operations import OperationRecorder, user_operations
-from featx.layers.trace import CapturePoint
 
 Edit = Callable[[torch.Tensor], torch.Tensor]
 """Function from a tensor of a layer to its replacement, of the same shape, dtype and device."""
@@ -130,7 +129,8 @@ class _EditHooks(LoopHooks):
     def check_used(self) -> None:
         """Check that the model has called each layer, if it ran or may have run."""
         unused = [name for name in self._edits if name not in self._used]
-        if unused and (self.has_run or self.may_be_unseen):
+        may_be_unseen = not self.threads and has_compiled()
+        if unused and (self.has_run or may_be_unseen):
             ran = "the model ran, but " if self.has_run else ""
             raise LayerError(
                 f"{ran}{', '.join(map(repr, unused))} was not called in this block, so nothing was "

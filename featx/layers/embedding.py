@@ -24,9 +24,10 @@ from torch import nn
 from featx.base import ElementPath, ModuleHooks, elements
 from featx.errors import LayerError
 from featx.layers.call_hooks import OpenCall, every_call
+from featx.layers.layer_names import CapturePoint, element_name
 from featx.layers.operations import OperationRecorder, hide_operations
 from featx.layers.selection import last_linear
-from featx.layers.trace import CapturePoint, Trace, element_name
+from featx.layers.tracer import Trace
 from featx.models import LibraryEmbedding
 
 _ROUNDING = 1e-6
@@ -56,7 +57,11 @@ def with_evidence(
         LayerError: the library's embedding is no vector, is equal for different images, or is no
             tensor of the forward pass.
     """
-    x = _noise_and_smooth(x)
+    # The last image is 4 x 4 averages, interpolated, with variance 1.
+    height, width = x.shape[2:]
+    coarse = F.adaptive_avg_pool2d(x[-1:], 4)
+    smooth = F.interpolate(coarse, (height, width), mode="bilinear", align_corners=False)
+    x = torch.cat([x[:-1], smooth / smooth.std()])
     with torch.no_grad():
         if library is None:
             candidate = last_linear(trace)
@@ -85,14 +90,6 @@ def is_exposed(trace: Trace) -> bool:
     """Return whether the library's embedding is the output of a module added after the trace."""
     embedding = trace.library_embedding
     return embedding is not None and embedding[0].module not in trace.names
-
-
-def _noise_and_smooth(x: torch.Tensor) -> torch.Tensor:
-    """The batch with its last image made smooth: 4 x 4 averages, interpolated, with variance 1."""
-    height, width = x.shape[2:]
-    coarse = F.adaptive_avg_pool2d(x[-1:], 4)
-    smooth = F.interpolate(coarse, (height, width), mode="bilinear", align_corners=False)
-    return torch.cat([x[:-1], smooth / smooth.std()])
 
 
 def _library_embedding(library: LibraryEmbedding, x: torch.Tensor) -> torch.Tensor:

@@ -14,37 +14,12 @@ import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from featx.base import After, ElementPath, ModuleHooks, TensorHooks, elements, shapes_of
+from featx.base import ElementPath, ModuleHooks, TensorHooks, elements, shapes_of
 from featx.errors import LayerError
 from featx.layers.attention import hook_weights
+from featx.layers.layer_names import CapturePoint, pick_path
 from featx.layers.operations import OperationRecorder, hide_operations
 from featx.layers.own_nodes import SharedOutput, own_node, share_memory
-from featx.layers.trace import CapturePoint, element_name
-
-
-def pick_path(
-    request: str, elements: Mapping[ElementPath, tuple[int, ...]], path: ElementPath
-) -> ElementPath:
-    """Path to the one tensor that is meant; () means the only tensor there is."""
-    if path in elements:
-        return path
-    for element in elements:  # keys may have dots
-        if element_name(element) == element_name(path):
-            return element
-    if path == () and len(elements) == 1:
-        return next(iter(elements))
-    listed = ", ".join(f"{element_name(p)} {s}" for p, s in elements.items())
-    name, colon, capture = request.partition(":")
-    plain = name.removesuffix(element_name(path)) or "the model"
-    gives = "takes" if capture in ("input", "grad_input") else "gives"
-    first = element_name(next(iter(elements), ()))
-    example = name.removesuffix(element_name(path)) + first + colon + capture
-    if list(elements) == [()]:
-        raise LayerError(f"{request}: {plain} gives one tensor {elements[()]}, without elements.")
-    raise LayerError(
-        f"{plain} {gives} {len(elements)} tensors ({listed or 'none'}); "
-        + (f"name one of them, such as {example!r}." if elements else "choose another layer.")
-    )
 
 
 def path_to(value: object, point: CapturePoint) -> ElementPath:
@@ -262,7 +237,8 @@ class LayerHooks:
                 hooks.add(hooked, before, after, first=self.runs_first)
             else:
                 note = self._note_versions if capture == "grad_output" else None
-                hooks.add(hooked, note, self._after(key, points), first=self.runs_first)
+                after = functools.partial(self._see, key, points)
+                hooks.add(hooked, note, after, first=self.runs_first)
 
     def _before(self, key: _Key, points: list[CapturePoint], _: Any, args: Any, kwargs: Any) -> Any:
         arguments = self._see(key, points, [*args, *kwargs.values()])
@@ -276,11 +252,12 @@ class LayerHooks:
         inputs = elements([*args, *kwargs.values()]).values()
         self.record.given[id(module)] = [(tensor, version_of(tensor)) for tensor in inputs]
 
-    def _after(self, key: _Key, points: list[CapturePoint]) -> After:
-        return lambda module, args, kwargs, output: self._see(key, points, output)
+    def _see(self, key: _Key, points: list[CapturePoint], *received: Any) -> Any:
+        """Take the tensors of one call of a module; return a value that replaces it, or None.
 
-    def _see(self, key: _Key, points: list[CapturePoint], value: object) -> Any:
-        """Take the tensors of one call of a module; return a value that replaces it, or None."""
+        They are in the last of the values that a hook has received, such as the output.
+        """
+        value = received[-1]
         points = self.points_of_call(key, points)
         if self._ambiguous and points:
             paths = elements(value)

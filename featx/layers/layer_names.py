@@ -1,4 +1,6 @@
-"""Syntax of layer names in the option `layers`, parsed without knowledge of the model's output.
+"""Syntax of layer names in the option `layers`, and the capture point that a name means.
+
+Names are parsed without knowledge of the model's output.
 
 layer4                   the output of the module; '' is the model itself
 relu@2                   its second call, for a module that is called several times
@@ -15,15 +17,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from featx.base import ElementPath, check_is_module, refuse_scripted
-from featx.config import CAPTURES, PRESETS
+from featx.config import CAPTURES, GRADIENTS, PRESETS
 from featx.errors import LayerError, nearest
 from featx.layers.operations import is_function_name
-from featx.layers.trace import CapturePoint
 
 _WRAPPERS = {
     "OptimizedModule": "_orig_mod",  # torch.compile
@@ -33,6 +34,71 @@ _WRAPPERS = {
     "CheckpointWrapper": "_checkpoint_wrapped_module",
 }
 """Class name of a wrapper -> name of the module in it."""
+
+
+def element_name(path: ElementPath) -> str:
+    """Name of an element of a nested value: ('hidden', 0) -> '.hidden[0]'."""
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+
+
+@dataclass(frozen=True)
+class CapturePoint:
+    """One tensor of a forward pass.
+
+    Attributes:
+        name: name of the dataset.
+        module: dotted name of the module; for an operation, of the module whose forward calls it.
+        capture: kind of capture: 'output' or 'input' of the module, 'grad_output' or 'grad_input'
+            for gradients there, 'attention' for the weights of an attention module; for
+            job=attribute a description of the method.
+        call: number of the call of the module, from 1; None if there is only one.
+        path: path into a nested output, () for a tensor or the only tensor in it.
+        operation: full name of the operation, '' for a module.
+        dtype: dtype of the dataset if it differs from the option `dtype`, otherwise None.
+    """
+
+    name: str
+    module: str
+    capture: str = "output"
+    call: int | None = None
+    path: ElementPath = ()
+    operation: str = ""
+    dtype: str | None = None
+
+    @property
+    def layer(self) -> str:
+        """Dotted name of the module or the operation."""
+        return self.operation or self.module
+
+    @property
+    def is_gradient(self) -> bool:
+        """Whether the tensor is a gradient, computed in the backward pass."""
+        return self.capture in GRADIENTS
+
+
+def pick_path(
+    request: str, elements: Mapping[ElementPath, tuple[int, ...]], path: ElementPath
+) -> ElementPath:
+    """Path to the one tensor that is meant; () means the only tensor there is."""
+    if path in elements:
+        return path
+    for element in elements:  # keys may have dots
+        if element_name(element) == element_name(path):
+            return element
+    if path == () and len(elements) == 1:
+        return next(iter(elements))
+    listed = ", ".join(f"{element_name(p)} {s}" for p, s in elements.items())
+    name, colon, capture = request.partition(":")
+    plain = name.removesuffix(element_name(path)) or "the model"
+    gives = "takes" if capture in ("input", "grad_input") else "gives"
+    first = element_name(next(iter(elements), ()))
+    example = name.removesuffix(element_name(path)) + first + colon + capture
+    if list(elements) == [()]:
+        raise LayerError(f"{request}: {plain} gives one tensor {elements[()]}, without elements.")
+    raise LayerError(
+        f"{plain} {gives} {len(elements)} tensors ({listed or 'none'}); "
+        + (f"name one of them, such as {example!r}." if elements else "choose another layer.")
+    )
 
 
 def split_capture(request: str) -> tuple[str, str]:
@@ -105,11 +171,6 @@ def parse_points(model: nn.Module, layers: Sequence[str]) -> list[CapturePoint]:
         points.append(replace(point, module=name, operation=operation))
     refuse_scripted({name: modules[name] for name in ["", *(point.module for point in points)]})
     return points
-
-
-def names_of(points: Sequence[CapturePoint]) -> list[str]:
-    """Names of layers and operations as the model has them, with the kind of capture."""
-    return [with_capture(point.layer, point.capture) for point in points]
 
 
 def without_wrappers(name: str) -> str:

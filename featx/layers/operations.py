@@ -107,13 +107,12 @@ class OperationRecorder(TorchFunctionMode):
         with ModuleHooks() as hooks:
             # Frames begin before the hooks of captures run, and end after them.
             hooks.add_all(modules, self._begin_frame, first=True)
-            hooks.add_all(modules, self._open_frame, self._end_frame, always=True)
+            hooks.add_all(modules, self._open_frame, self._end_frames, always=True)
             yield
 
     def reset(self) -> None:
         """Start counting again for a new forward pass."""
-        while self._frames.running:
-            self._pop_frame()
+        self._end_frames(None)
         self._frames.counts.clear()
 
     def _begin_frame(self, name: str, module: nn.Module, args: object, kwargs: object) -> None:
@@ -127,23 +126,27 @@ class OperationRecorder(TorchFunctionMode):
         frames.running.append(_Frame(name))
 
     def _open_frame(self, name: str, module: nn.Module, args: object, kwargs: object) -> None:
-        """Report the operations from here on."""
+        """Report the operations from here on, unless they are those of a module of torch.nn."""
         frame = self._frames.running[-1]
-        frame.is_open = name == "" or not _is_closed(module)
+        # A parametrised module, as of weight_norm, has a class of torch.nn.utils.parametrize.
+        package = type_before_parametrizations(module).__module__
+        is_of_torch = package.startswith(("torch.nn", "torch.ao.nn"))
+        frame.is_open = name == "" or not is_of_torch or isinstance(module, nn.Sequential)
         if frame.is_open and self._every_thread and not self._is_entered():
             self.__enter__()  # type: ignore[no-untyped-call]
             frame.is_entry = True
 
-    def _end_frame(self, name: str, module: nn.Module, *_: object) -> None:
-        """Pop a frame, and those of inner calls that an exception interrupted."""
-        while self._frames.running and self._pop_frame() != name:
-            pass
+    def _end_frames(self, name: str | None, *_: object) -> None:
+        """End the frame of a module, and those of inner calls that an exception interrupted.
 
-    def _pop_frame(self) -> str:
-        frame = self._frames.running.pop()
-        if frame.is_entry:
-            self.__exit__()
-        return frame.name
+        Without a name all frames of the thread end.
+        """
+        while self._frames.running:
+            frame = self._frames.running.pop()
+            if frame.is_entry:
+                self.__exit__()
+            if frame.name == name:
+                break
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -153,21 +156,19 @@ class OperationRecorder(TorchFunctionMode):
         frame = self._frames.running[-1] if self._frames.running else None
         if frame is None or not frame.is_open or _is_hidden.get():
             return result
-        if _has_tensor(result) and _has_tensor((args, tuple(kwargs.values()))):
-            name = self._free_name(frame.name, plain_name(func))
-            changed = self._on_operation(name, frame.name, func, result)
-            return result if changed is None else changed
-        return result
+        if not (_has_tensor(result) and _has_tensor((args, tuple(kwargs.values())))):
+            return result
 
-    def _free_name(self, module: str, plain: str) -> str:
-        """The next free name of this kind in a module; names of modules are not reused."""
-        stem = f"{module}.{plain}" if module else plain
-        while True:
-            number = self._frames.counts.get((module, plain), 0)
-            self._frames.counts[module, plain] = number + 1
-            name = f"{stem}_{number}" if number else stem
-            if name not in self._modules:
-                return name
+        # The next free name of this kind in the module; names of modules are not reused.
+        plain = plain_name(func)
+        stem = f"{frame.name}.{plain}" if frame.name else plain
+        number = self._frames.counts.get((frame.name, plain), 0)
+        while (name := f"{stem}_{number}" if number else stem) in self._modules:
+            number += 1
+        self._frames.counts[frame.name, plain] = number + 1
+
+        changed = self._on_operation(name, frame.name, func, result)
+        return result if changed is None else changed
 
 
 def plain_name(function: Any) -> str:
@@ -223,13 +224,6 @@ def user_operations() -> Iterator[None]:
             yield
     finally:
         _is_hidden.reset(token)
-
-
-def _is_closed(module: nn.Module) -> bool:
-    """Return whether operations inside a module are its own: the leaf rule of torch.fx."""
-    # A parametrised module, as of weight_norm, has a class of torch.nn.utils.parametrize.
-    package = type_before_parametrizations(module).__module__
-    return package.startswith(("torch.nn", "torch.ao.nn")) and not isinstance(module, nn.Sequential)
 
 
 def _has_tensor(value: object) -> bool:

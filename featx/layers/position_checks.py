@@ -15,7 +15,7 @@ from torch import nn
 
 from featx.errors import ReduceError
 from featx.layers.capture_hooks import CaptureHooks, clone_captured
-from featx.layers.trace import CapturePoint
+from featx.layers.layer_names import CapturePoint
 
 ToMap = Callable[[torch.Tensor], torch.Tensor]
 """Function from a layer's tensor, (B, ...), to a map (B, C, rows, columns)."""

@@ -10,9 +10,9 @@ import torch
 from featx.base import plain_tensors
 from featx.config import ReduceConfig
 from featx.errors import ReduceError
+from featx.layers.layer_names import CapturePoint
 from featx.layers.reductions import REDUCTIONS, TokenSample, channel_axis, reduction
 from featx.layers.row_layout import Reduction, RowLayout, reduced_shape
-from featx.layers.trace import CapturePoint
 
 
 @dataclass(frozen=True, eq=False)

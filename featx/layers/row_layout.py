@@ -21,7 +21,7 @@ from featx.types import LayerSpec, TokenGeometry
 if TYPE_CHECKING:
     import torch
 
-    from featx.layers.trace import Trace
+    from featx.layers.tracer import Trace
     from featx.models import Backbone
 
 Reduction: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
@@ -58,7 +58,16 @@ def channels_last(option: str, rows: RowLayout) -> bool:
     Raises ReduceError, in the name of an option such as 'reduce=avg', if it could be both or
     neither, and for attention weights.
     """
-    is_attention = _is_attention(rows)
+    is_attention = rows.is_attention
+    if is_attention is None:
+        is_attention = re.search(r":attention$|\bsoftmax(_\d+)?(:\w+)?$", rows.layer) is not None
+    # The products before the softmax show by a number of tokens that is no size of a map: 197 at an
+    # input of 224 pixels.
+    _, height, width = rows.shape
+    prefix, size = rows.num_prefix_tokens, rows.input_size
+    if prefix > 0 and height == width and token_grid(height, size, prefix) is not None:
+        is_attention |= size[0] % height > 0
+
     if rows.is_map and not is_attention:
         return False
     first, last = map_layouts(rows.shape, rows.input_size)
@@ -175,21 +184,6 @@ def is_rounded_map_size(sides: tuple[int, ...], input_size: tuple[int, int]) -> 
     return height != width and is_near and width * (rows - 1) < height * (columns + 1)
 
 
-def _is_attention(rows: RowLayout) -> bool:
-    """Return whether rows are attention weights, or the products before their softmax.
-
-    The latter show by a number of tokens that is no size of a map: 197 at an input of 224 pixels.
-    """
-    _, height, width = rows.shape
-    prefix, size = rows.num_prefix_tokens, rows.input_size
-    is_of_tokens = prefix > 0 and height == width and token_grid(height, size, prefix) is not None
-    if is_of_tokens and size[0] % height:
-        return True
-    if rows.is_attention is None:
-        return re.search(r":attention$|\bsoftmax(_\d+)?(:\w+)?$", rows.layer) is not None
-    return rows.is_attention
-
-
 def positions_last(x: torch.Tensor, axis: int) -> torch.Tensor:
     """Rearrange (B, ..., C, ...), with C at `axis`, to (B, P, C): one row for each position."""
     moved = x.movedim(axis, -1)
@@ -298,29 +292,25 @@ def token_geometries(
     specs: Sequence[LayerSpec], backbone: Backbone, trace: Trace | None = None
 ) -> dict[str, TokenGeometry]:
     """Return the places of the tokens of each dataset whose rows are tokens or maps."""
-    found = {spec.name: _geometry_of(spec, backbone, trace) for spec in specs}
-    return {name: places for name, places in found.items() if places is not None}
-
-
-def _geometry_of(spec: LayerSpec, backbone: Backbone, trace: Trace | None) -> TokenGeometry | None:
-    """Return the places of the tokens of a dataset, or None if its shape is ambiguous."""
-    if spec.capture not in _CAPTURES or spec.reduce not in ("none", "map", "grid", "align"):
-        return None
     size = backbone.preprocess.crop
-    shape = spec.shape
-    if spec.reduce != "none":  # (C, rows, columns), also of tokens
-        return TokenGeometry(0, False, (shape[1], shape[2]), size)
-    if len(shape) == 2:
-        # Layers before the class token is added, such as the patch embedding, have no prefix.
-        for prefix in sorted({backbone.num_prefix_tokens, 0}, reverse=True):
-            if (grid := token_grid(shape[0], size, prefix)) is not None:
-                has_class_token = prefix > 0 and backbone.has_class_token
-                return TokenGeometry(prefix, has_class_token, grid, size)
-    if len(shape) == 3:
-        is_map = is_known_map(shape, size, trace)
-        try:
-            last = channels_last("reduce=none", RowLayout(spec.name, shape, size, is_map=is_map))
-        except ReduceError:
-            return None
-        return TokenGeometry(0, False, shape[:2] if last else shape[1:], size)
-    return None
+    found: dict[str, TokenGeometry] = {}
+    for spec in specs:
+        if spec.capture not in _CAPTURES or spec.reduce not in ("none", "map", "grid", "align"):
+            continue
+        shape = spec.shape
+        if spec.reduce != "none":  # (C, rows, columns), also of tokens
+            found[spec.name] = TokenGeometry(0, False, (shape[1], shape[2]), size)
+        elif len(shape) == 2:
+            # Layers before the class token is added, such as the patch embedding, have no prefix.
+            for prefix in sorted({backbone.num_prefix_tokens, 0}, reverse=True):
+                if (grid := token_grid(shape[0], size, prefix)) is not None:
+                    has_class_token = prefix > 0 and backbone.has_class_token
+                    found[spec.name] = TokenGeometry(prefix, has_class_token, grid, size)
+                    break
+        elif len(shape) == 3:
+            rows = RowLayout(spec.name, shape, size, is_map=is_known_map(shape, size, trace))
+            with contextlib.suppress(ReduceError):  # its shape is ambiguous
+                last = channels_last("reduce=none", rows)
+                grid = shape[:2] if last else shape[1:]
+                found[spec.name] = TokenGeometry(0, False, grid, size)
+    return found

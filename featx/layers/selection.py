@@ -12,19 +12,21 @@ from dataclasses import dataclass, replace
 from featx.base import ElementPath, glob_to_regex
 from featx.config import PRESETS, ReduceConfig
 from featx.errors import ConfigError, LayerError, counted, nearest
-from featx.layers.layer_hooks import pick_path
 from featx.layers.layer_names import (
+    CapturePoint,
     check_operation_capture,
+    element_name,
     no_layer,
     parse_capture_point,
     parse_operation,
+    pick_path,
     split_capture,
     split_name,
     with_capture,
     without_wrappers,
 )
 from featx.layers.stages import find_stages
-from featx.layers.trace import Call, CapturePoint, Trace, element_name
+from featx.layers.tracer import Call, Trace
 
 
 @dataclass
@@ -70,7 +72,9 @@ def select(
         for point in points:
             if point.name not in seen:
                 seen[point.name] = reduce
-                selection.chosen.append((point, _embedding_reduce(point, reduce, trace)))
+                is_embedding = point.name == "embedding" and reduce.name == "none"
+                own_reduce = _embedding_reduce(point, reduce, trace) if is_embedding else reduce
+                selection.chosen.append((point, own_reduce))
             elif seen[point.name] != reduce:
                 before, now = (
                     " ".join([each.name, *(f"{key}={x}" for key, x in each.args.items())])
@@ -123,7 +127,11 @@ def _points(
     elif any(sign in name for sign in "*?"):
         yield from _glob_points(name, capture, trace, left_out)
     elif name.startswith(("output.", "output[")) and "output" not in trace.names:
-        yield _output_element(request, trace)
+        # One tensor of what the model returns, such as 'output.logits'.
+        number, outputs = _returned(request, trace)
+        point = parse_capture_point(request.removeprefix("output"), {"": ""})
+        _check_element(request, outputs, point.path, trace.batch_size)
+        yield replace(point, name=request.removesuffix(":output"), call=number)
     else:
         yield named_point(request, trace)
 
@@ -297,14 +305,6 @@ def _output_points(request: str, trace: Trace, left_out: list[str]) -> Iterator[
         yield CapturePoint(name, "", "output", number, path)
 
 
-def _output_element(request: str, trace: Trace) -> CapturePoint:
-    """The capture point of one tensor of what the model returns, such as 'output.logits'."""
-    number, outputs = _returned(request, trace)
-    point = parse_capture_point(request.removeprefix("output"), {"": ""})
-    _check_element(request, outputs, point.path, trace.batch_size)
-    return replace(point, name=request.removesuffix(":output"), call=number)
-
-
 def _returned(
     request: str, trace: Trace
 ) -> tuple[int | None, Mapping[ElementPath, tuple[int, ...]]]:
@@ -400,8 +400,6 @@ def _embedding_reduce(point: CapturePoint, reduce: ReduceConfig, trace: Trace) -
 
     The input of a convolutional classifier is a map, which is averaged.
     """
-    if point.name != "embedding" or reduce.name != "none":
-        return reduce
     if trace.library_embedding is not None:
         return ReduceConfig(trace.library_embedding[1])
     call = trace.by_module[trace.names.get(point.module, point.module)][0]

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from featx.errors import LayerError
 from featx.layers.row_layout import is_known_map, map_layouts
-from featx.layers.trace import Call, Trace
+from featx.layers.tracer import Call, Trace
 
 
 def find_stages(trace: Trace, classifier: str | None = None) -> list[str]:

@@ -143,37 +143,27 @@ class Backbone:
             self.weights_sha256 = state_sha256(self.module)
             for x in self.module.parameters() if self.is_users else ():
                 x.grad = None  # otherwise converted and moved with its parameter
-            self._set_eval_mode()
+            try:
+                self.module.eval()
+            except NotImplementedError as error:  # modules of torch.export have no modes
+                raise ModelError(
+                    f"{self.name}: the module cannot be put in eval mode: {error} The mode of a "
+                    "module that torch.export has made is fixed. Give the module that was "
+                    "exported, or save the program: model=export model.name=FILE.pt2."
+                ) from error
             self.module.requires_grad_(False)
-            self._compute_in_float32()
+
+            # Images are float32, and the option `precision` decides in which dtype a run computes.
+            # The conversion of float16 and bfloat16 is exact. A module with several dtypes converts
+            # between them itself and is left as it is.
+            dtypes = {x.dtype for x in self.module.parameters() if x.is_floating_point()}
+            if len(dtypes) == 1 and dtypes != {torch.float32}:
+                dtype = str(dtypes.pop()).removeprefix("torch.")
+                self.module.float()
+                self.choices["parameters"] = f"{dtype} in the module, float32 in the run"
         except BaseException:
             self.give_back()
             raise
-
-    def _set_eval_mode(self) -> None:
-        """Put the module in eval mode; modules of torch.export have no modes."""
-        try:
-            self.module.eval()
-        except NotImplementedError as error:
-            raise ModelError(
-                f"{self.name}: the module cannot be put in eval mode: {error} The mode of a module "
-                "that torch.export has made is fixed. Give the module that was exported, or save "
-                "the program: model=export model.name=FILE.pt2."
-            ) from error
-
-    def _compute_in_float32(self) -> None:
-        """Convert a module of another floating-point dtype to float32, the dtype of the images.
-
-        The option `precision` decides in which dtype a run computes. The conversion of float16 and
-        bfloat16 is exact. A module with several dtypes converts between them itself and is left as
-        it is.
-        """
-        dtypes = {x.dtype for x in self.module.parameters() if x.is_floating_point()}
-        if len(dtypes) != 1 or dtypes <= {torch.float32}:
-            return
-        dtype = str(dtypes.pop()).removeprefix("torch.")
-        self.module.float()
-        self.choices["parameters"] = f"{dtype} in the module, float32 in the run"
 
     def give_back(self) -> None:
         """Restore parameters, gradients, buffers and modes of a user's module.

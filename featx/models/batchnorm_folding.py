@@ -57,51 +57,55 @@ def foldable_pairs(module: nn.Module, x: torch.Tensor, captured: Collection[str]
                 hooks.add(part, after=readers.record_convolution)
                 continue
             if isinstance(part, nn.BatchNorm2d) and name in _NORMS and not stays:
-                hooks.add(part, readers.begin_norm, readers.end_norm)
+                hooks.add(part, readers.begin_norm)
             hooks.add(part, after=readers.record_output)
         with torch.no_grad(), readers:
             module(x.clone())
-    return readers.pairs()
+
+    # Their modules are called once, and nothing else reads the output of the convolution.
+    return [
+        (conv, norm)
+        for conv, norm in readers.found
+        if readers.calls[id(conv)] == readers.calls[id(norm)] == 1 and id(conv) not in readers.read
+    ]
 
 
 class _Readers(ObservingMode):  # type: ignore[no-untyped-call]
-    """Records which modules and operations read the outputs of convolutions."""
+    """Records which modules and operations read the outputs of convolutions.
+
+    Attributes:
+        found: convolutions, each with a BatchNorm that has read its output.
+        calls: id of a module -> number of its calls.
+        read: ids of the convolutions whose output something else has read.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.found: list[Pair] = []
+        self.calls: Counter[int] = Counter()
+        self.read: set[int] = set()
         # Memory address -> the convolution and its output. The outputs are kept alive so that no
         # other tensor is allocated at their address.
         self._made: dict[int, tuple[nn.Conv2d, torch.Tensor]] = {}
-        self._found: list[Pair] = []
-        self._calls: Counter[int] = Counter()
-        self._read: set[int] = set()
+        # The BatchNorm that is running, and the memory of its input.
+        self._norm: nn.Module | None = None
         self._taken: int | None = None
 
-    def pairs(self) -> list[Pair]:
-        """Pairs whose modules are called once and whose convolution has no other reader."""
-        return [
-            (conv, norm)
-            for conv, norm in self._found
-            if self._calls[id(conv)] == self._calls[id(norm)] == 1 and id(conv) not in self._read
-        ]
-
     def record_convolution(self, conv: Any, args: object, kwargs: object, output: Any) -> None:
-        self._calls[id(conv)] += 1
+        self.calls[id(conv)] += 1
         self._made[_memory(output)] = conv, output
 
     def begin_norm(self, norm: Any, args: Any, kwargs: object) -> None:
-        self._calls[id(norm)] += 1
+        self.calls[id(norm)] += 1
         memory = _memory(args[0]) if args else 0
         if memory in self._made and self._made[memory][1] is args[0]:
-            self._found.append((self._made[memory][0], norm))
-            self._taken = memory
-
-    def end_norm(self, norm: nn.Module, args: object, kwargs: object, output: object) -> None:
-        """Hook: a BatchNorm has returned, and its reads are over."""
-        self._taken = None
+            self.found.append((self._made[memory][0], norm))
+            self._norm, self._taken = norm, memory
 
     def record_output(self, part: nn.Module, args: object, kwargs: object, output: object) -> None:
         """Hook: a module has returned an output, which its caller may read."""
+        if part is self._norm:  # its own reads are over
+            self._norm, self._taken = None, None
         self._note(elements(output).values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -113,7 +117,7 @@ class _Readers(ObservingMode):  # type: ignore[no-untyped-call]
         """Mark the convolutions whose outputs are among the tensors as read by something else."""
         for memory in map(_memory, tensors):
             if memory in self._made and memory != self._taken:
-                self._read.add(id(self._made[memory][0]))
+                self.read.add(id(self._made[memory][0]))
 
 
 def _memory(tensor: torch.Tensor) -> int:
@@ -126,7 +130,22 @@ def _memory(tensor: torch.Tensor) -> int:
 @contextlib.contextmanager
 def fold_pairs(pairs: list[Pair]) -> Iterator[None]:
     """Fold the pairs until the block ends; the modules then have their own parameters again."""
-    weights = [_fuse(conv, norm) for conv, norm in pairs]
+    weights = []
+    for conv, norm in pairs:
+        assert norm.running_mean is not None
+        assert norm.running_var is not None
+        weight, bias = fuse_conv_bn_weights(
+            conv.weight,
+            conv.bias,
+            norm.running_mean,
+            norm.running_var,
+            norm.eps,
+            norm.weight,
+            norm.bias,
+        )
+        for parameter in (weight, bias):
+            parameter.requires_grad_(False)
+        weights.append((weight, bias))
     parameters_before = [(conv, dict(conv._parameters)) for conv, _ in pairs]
     try:
         for (conv, norm), (weight, bias) in zip(pairs, weights, strict=True):
@@ -139,23 +158,6 @@ def fold_pairs(pairs: list[Pair]) -> Iterator[None]:
             conv._parameters.update(parameters)
         for _, norm in pairs:
             norm.__dict__.pop("forward", None)
-
-
-def _fuse(conv: nn.Conv2d, norm: nn.BatchNorm2d) -> tuple[nn.Parameter, nn.Parameter]:
-    assert norm.running_mean is not None
-    assert norm.running_var is not None
-    weight, bias = fuse_conv_bn_weights(
-        conv.weight,
-        conv.bias,
-        norm.running_mean,
-        norm.running_var,
-        norm.eps,
-        norm.weight,
-        norm.bias,
-    )
-    for parameter in (weight, bias):
-        parameter.requires_grad_(False)
-    return weight, bias
 
 
 def _pass_through(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:

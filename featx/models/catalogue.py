@@ -182,11 +182,6 @@ def known_names(library: str, own_names: Callable[[], Iterable[str]]) -> frozens
     return catalogue.left_out.get(library, frozenset()).union(own_names())
 
 
-def is_listed(library: str, name: str) -> bool:
-    """Return whether an installed library has a name of the file."""
-    return installed_version(library) is not None and name in listed_names(library)
-
-
 def listed_models(local: Iterable[CatalogueEntry] = ()) -> list[CatalogueEntry]:
     """Return the models that can be named: those of the catalogue whose library is installed.
 

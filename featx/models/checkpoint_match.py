@@ -391,23 +391,19 @@ def _trace(x: torch.Tensor, names: Mapping[int, str]) -> tuple[frozenset[str], b
     if id(x) in names:
         return frozenset([names[id(x)]]), True
     sources, operations = set(), set()
-    for node in _graph(x):
+    # The nodes of autograd from which the tensor was computed.
+    visited, pending = set(), [x.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        pending += [following for following, _ in node.next_functions]
         operations.add(re.sub(r"Backward\d*$", "", type(node).__name__))
         variable = getattr(node, "variable", None)
         if variable is not None and id(variable) in names:
             sources.add(names[id(variable)])
     return frozenset(sources), operations <= _EXACT
-
-
-def _graph(x: torch.Tensor) -> Iterator[object]:
-    """Yield the nodes of autograd from which a tensor was computed."""
-    visited, pending = set(), [x.grad_fn]
-    while pending:
-        node = pending.pop()
-        if node is not None and node not in visited:
-            visited.add(node)
-            pending += [following for following, _ in node.next_functions]
-            yield node
 
 
 def _lost_names(match: CheckpointMatch, used_names: Collection[str]) -> Iterator[str]:

@@ -1,9 +1,9 @@
 from .base import FolderSource as FolderSource
 from .folder import FolderOptions as FolderOptions
-from .labels import check_class_names as check_class_names
-from .labels import similar_names as similar_names
+from .listing_checks import check_class_names as check_class_names
+from .listing_checks import check_listing as check_listing
+from .listing_checks import similar_names as similar_names
 from .python import MapSource as MapSource
-from .python import check_listing as check_listing
 from .python import list_of_column as list_of_column
 from .python import source_of as source_of
 from .registry import SOURCES as SOURCES

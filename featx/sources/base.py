@@ -393,7 +393,15 @@ class FolderSource:
             if not (self._follow_links or self._is_inside(real)):
                 return "links out of the folder (data.follow_links=true follows them)"
         key = folder.prefix + entry.name
-        mode = _mode(entry)
+        try:
+            if entry.is_file():  # known from the listing, mostly: no system call
+                mode = stat.S_IFREG
+            else:
+                mode = stat.S_IFDIR if entry.is_dir() else stat.S_IFMT(entry.stat().st_mode)
+        except OSError as error:
+            if error.errno not in _DANGLING:
+                raise
+            mode = 0  # a dangling link is listed, so that its row is recorded as 'missing'
         if mode == stat.S_IFDIR:
             if entry.name.lower() in SYSTEM_FOLDERS:
                 return "folders of the system, such as @eaDir"
@@ -403,7 +411,6 @@ class FolderSource:
             return _Folder(entry.path, real, key + b"/", above)
         if os.path.splitext(entry.name)[1].lower() not in self._extensions:  # noqa: PTH122 - bytes
             return "other names"
-        # A dangling link (mode 0) is listed, so that its row is recorded as 'missing'.
         return key if mode in (stat.S_IFREG, 0) else "not a regular file"
 
     def _is_inside(self, target: bytes) -> bool:
@@ -425,15 +432,3 @@ class _Folder(NamedTuple):
     real: bytes
     prefix: bytes
     above: frozenset[bytes]
-
-
-def _mode(entry: os.DirEntry[bytes]) -> int:
-    """Return S_IFREG, S_IFDIR or another file type of an entry's target; 0 for a dangling link."""
-    try:
-        if entry.is_file():  # known from the listing, mostly: no system call
-            return stat.S_IFREG
-        return stat.S_IFDIR if entry.is_dir() else stat.S_IFMT(entry.stat().st_mode)
-    except OSError as error:
-        if error.errno not in _DANGLING:
-            raise
-        return 0

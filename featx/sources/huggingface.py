@@ -94,7 +94,12 @@ class HuggingFaceSource:
         count = len(self._dataset)
         if not count:
             raise DataError(f"data.root={self._origin} has no rows.")
-        labels, classes, warnings = self._labels(count)
+        labels, classes, warnings = Labels.none(count)
+        if self._label_column is not None:
+            names = getattr(self._dataset.features[self._label_column], "names", None)
+            values = list(self._dataset[self._label_column])
+            origin = f"{self._origin}, column {self._label_column}"
+            labels, classes, warnings = from_values(values, origin, names or None)
         # The fingerprint of the data set changes with every operation on it.
         tag = zlib.crc32(str(self._dataset._fingerprint).encode())
         content_tags = np.full(count, tag, dtype=np.int64)
@@ -146,14 +151,6 @@ class HuggingFaceSource:
             rows = chosen.column(0).to_numpy()[rows]
         found = column.take(rows).to_pylist()
         return [None if not path else path.encode() for path in found]
-
-    def _labels(self, count: int) -> Labels:
-        if self._label_column is None:
-            return Labels.none(count)
-        origin = f"{self._origin}, column {self._label_column}"
-        values = list(self._dataset[self._label_column])
-        names = getattr(self._dataset.features[self._label_column], "names", None)
-        return from_values(values, origin, names or None)
 
 
 def _image_column(dataset: Any, name: str | None, root: Path) -> str:

@@ -6,7 +6,6 @@ The rules are the same for every source: docs/data.md, "Labels and names".
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
@@ -15,19 +14,14 @@ import numpy.typing as npt
 
 from featx.base import name_bytes
 from featx.errors import DataError, counted, nearest
+from featx.sources.listing_checks import MAX_CLASS, check_indices, refuse_first
 from featx.sources.table_columns import AS_NO_LABEL, AS_VALUE, MISSING_MARKS, warning_of_marks
 from featx.types import Array
-
-MAX_CLASS = 1_000_000
-"""Largest number that counts as a class index."""
 
 _BOOLEAN = re.compile(r"[Tt]rue|TRUE|[Ff]alse|FALSE")
 _WHOLE = re.compile(r"[-+]?\d{1,300}(\.0*)?", re.ASCII)
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 
-
-_WARNINGS = 3
-"""Largest number of pairs of similar classes that are named."""
 
 _LABEL_WORDS = frozenset(
     {
@@ -76,12 +70,12 @@ def from_numbers(
     if values.dtype.kind == "f":
         missing = missing | np.isnan(values)
         values = np.where(missing, 0, values).astype(np.float64)  # float16 ends below MAX_CLASS
-        _refuse_first(values != np.rint(values), values.tolist(), origin)
+        refuse_first(values != np.rint(values), values.tolist(), origin)
     # Compared in their own dtype: an unsigned one cannot hold -1, int64 not every uint64.
     is_wrong = (values > MAX_CLASS) & ~missing
     if values.dtype.kind != "u":
         is_wrong |= (values < -1) & ~missing
-    _refuse_first(is_wrong, values.tolist(), origin)
+    refuse_first(is_wrong, values.tolist(), origin)
     labels = values.astype(np.int64)
     labels[missing] = -1
     are_minus_one = (labels == -1) & ~missing
@@ -99,29 +93,6 @@ def from_numbers(
         return Labels(labels, tuple(str(number) for number in range(top + 1)), warnings)
     check_indices(labels, names, origin)
     return Labels(labels, tuple(str(name) for name in names), warnings)
-
-
-def check_indices(labels: npt.NDArray[np.integer], names: Sequence[str], origin: str) -> None:
-    """Raise DataError unless every label is -1 or the index of a class."""
-    _refuse_first(labels < -1, labels, origin)
-    if len(labels) and labels.max() >= len(names):
-        row = int(labels.argmax())
-        raise DataError(f"{origin}: {int(labels[row])} in row {row}, of {len(names)} classes.")
-
-
-def _refuse_first(
-    is_wrong: npt.NDArray[np.bool_],
-    values: Sequence[object] | npt.NDArray[np.integer],
-    origin: str,
-) -> None:
-    """Raise DataError for the first value that is wrong, if there is one."""
-    if is_wrong.any():
-        row = int(np.flatnonzero(is_wrong)[0])
-        raise DataError(
-            f"{origin}: {values[row]} in row {row} is no class index (a whole number from 0 to "
-            f"{MAX_CLASS}, -1 for none). If the numbers are names of classes, write them as text "
-            "that is no number, such as c7."
-        )
 
 
 def from_names(values: Iterable[str | None]) -> Labels:
@@ -163,7 +134,7 @@ def from_encoded_texts(names: Sequence[str], codes: npt.NDArray[np.int64], origi
     numbers = {text: _whole_number(text) for text in texts}
     is_wrong = [not -1 <= numbers.get(name, -1) <= MAX_CLASS for name in names]
     if any(is_wrong):
-        _refuse_first(np.array([*is_wrong, False])[codes], [names[c] for c in codes], origin)
+        refuse_first(np.array([*is_wrong, False])[codes], [names[c] for c in codes], origin)
     is_missing = np.array([name not in numbers for name in names] + [True])[codes]
     table = np.array([*(numbers.get(name, -1) for name in names), -1], dtype=np.int64)
     labels, classes, more = from_numbers(table[codes], origin, is_missing)
@@ -209,7 +180,7 @@ def from_values(
         numbers = [0 if is_none else int(v) for v, is_none in zip(values, missing, strict=True)]  # type: ignore[call-overload]
         # Compared as Python's numbers, which may be too large for int64.
         is_wrong = np.array([not -1 <= number <= MAX_CLASS for number in numbers])
-        _refuse_first(is_wrong, numbers, origin)
+        refuse_first(is_wrong, numbers, origin)
         return from_numbers(np.array(numbers, dtype=np.int64), origin, missing, names)
     if kinds <= {"name", "none"}:
         return from_names([value if isinstance(value, str) else None for value in values])
@@ -241,35 +212,6 @@ def _kind(value: object) -> str:
     except (TypeError, ValueError, OverflowError, RuntimeError):
         return type(value).__name__
     return "number" if is_whole and is_number else type(value).__name__
-
-
-def check_class_names(names: Iterable[str]) -> None:
-    """Refuse names of classes that a store would give back as others.
-
-    Raises DataError if a name contains NUL, or is no text.
-    """
-    for name in names:
-        if re.search("[\0\ud800-\udc7f\udd00-\udfff]", name):
-            raise DataError(
-                f"the class {name!r} contains NUL or half of a character, which a store cannot "
-                "hold. Give it another name."
-            )
-
-
-def similar_names(classes: Sequence[str]) -> list[str]:
-    """Return warnings of classes whose names differ only by case, blanks or Unicode's form."""
-    first: dict[str, str] = {}
-    warnings = []
-    for name in classes:
-        same = unicodedata.normalize("NFC", " ".join(name.split()).casefold())
-        if (other := first.setdefault(same, name)) != name:
-            warnings.append(
-                f"{other!a} and {name!a} are two classes, whose names differ only by case, blanks "
-                "or the form of their characters"
-            )
-    if (num_more := len(warnings) - _WARNINGS) > 0:
-        warnings[_WARNINGS:] = [f"{num_more} more names of classes are as similar"]
-    return warnings
 
 
 def looks_like_labels(name: str) -> bool:

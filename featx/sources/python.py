@@ -20,16 +20,16 @@ from featx.errors import ConfigError, DataError, counted, first_names
 from featx.sources.base import FolderSource, of_other_paths
 from featx.sources.labels import (
     Labels,
-    check_indices,
     existing_column,
     find_column,
     from_values,
     note_on_columns,
 )
+from featx.sources.listing_checks import check_listing
 from featx.sources.pixel_encoding import encode_array, encode_image
 from featx.sources.registry import SOURCES, source_member
 from featx.sources.row_keys import find_row, find_rows, numbered_keys, sorting_order
-from featx.sources.table_columns import check_columns, column_values
+from featx.sources.table_columns import column_values
 from featx.types import (
     IMAGE_STATE,
     UNTOLD,
@@ -455,25 +455,6 @@ class MapSource:
                 return [None] * count
             values.append(None if label is _NO_LABEL else label)
         return values
-
-
-def check_listing(listing: Listing) -> None:
-    """Check types, shapes, order and classes of what a source has listed."""
-    if not isinstance(listing, Listing):
-        raise DataError(
-            f"listing() returned {type(listing).__name__}; expected a featx.types.Listing."
-        )
-    keys, labels = listing.keys, listing.labels
-    if not (isinstance(keys, np.ndarray) and keys.dtype.kind == "S" and keys.ndim == 1):
-        raise DataError("listing().keys: expected an array (N,) of fixed-length bytes.")
-    if not len(keys):
-        raise DataError("listing() has no rows.")
-    if not (isinstance(labels, np.ndarray) and labels.shape == keys.shape):
-        raise DataError(f"listing().labels: expected an array of shape {keys.shape}, int64.")
-    if not (keys[1:] > keys[:-1]).all():
-        raise DataError("listing().keys: expected different keys in bytewise order.")
-    check_indices(labels, listing.classes, "listing().labels")
-    check_columns(listing.columns, len(keys), "listing().columns")
 
 
 class _CheckedSource:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from featx.config import column_name_problem
 from featx.errors import DataError, counted
 from featx.types import Array
 
@@ -148,21 +147,6 @@ def warning_of_commas(column: pa.ChunkedArray, origin: str) -> str | None:
         f"as {with_comma[0].as_py()!r}, so that the column is text; write numbers with a decimal "
         "point if they are to be numbers"
     )
-
-
-def check_columns(columns: Mapping[str, Any], num_rows: int, origin: str) -> None:
-    """Check that a listing can have these columns."""
-    if problem := column_name_problem(list(columns)):
-        raise DataError(f"{origin}: {problem}")
-    if list(columns) != sorted(columns):
-        raise DataError(f"{origin}: expected columns in the order of their names.")
-    for name, values in columns.items():
-        fits = isinstance(values, np.ndarray) and values.shape == (num_rows,)
-        if not fits or not (values.dtype.kind in "Sb" or values.dtype.str in ("<i8", "<f8")):
-            raise DataError(
-                f"{origin}: column {name}: expected an array ({num_rows},) of int64, float64, bool "
-                "or fixed-length bytes."
-            )
 
 
 def _texts(column: pa.ChunkedArray, origin: str) -> npt.NDArray[np.bytes_]:

@@ -17,7 +17,14 @@ from featx.config import (
     WindowConfig,
 )
 from featx.errors import ConfigError, FeatxError, ModelError, nearest
-from featx.models.catalogue import hint, is_listed, known_names, read_catalogue, search_models
+from featx.models.catalogue import (
+    hint,
+    installed_version,
+    known_names,
+    listed_names,
+    read_catalogue,
+    search_models,
+)
 from featx.models.transformers.families import FAMILIES
 
 if TYPE_CHECKING:
@@ -80,7 +87,10 @@ class ModelLibrary(Member, Generic[OptionsT]):
 
     def knows(self, name: str) -> bool:
         """Return whether it has a model of a name; imports no library for one of the catalogue."""
-        return self.takes_any_name or is_listed(self.name, name) or name in self.names()
+        if self.takes_any_name:
+            return True
+        is_installed = installed_version(self.name) is not None
+        return (is_installed and name in listed_names(self.name)) or name in self.names()
 
     def weight_files(self, config: OptionsT) -> Sequence[Path] | None:
         """Return the files whose content decides the weights, without importing the library.

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -174,9 +173,6 @@ def _create_from_entry(
     entry: WeightsEnum, file: str | None, config: TorchvisionOptions, seed: int
 ) -> torch.nn.Module:
     """Build a model by torchvision's builder, with weights of a local file or of a download."""
-    from torchvision import models
-
-    from featx.models.base import seeded
     from featx.models.checkpoint import read_weights
 
     def get_state_dict(*args: object, **keywords: object) -> Mapping[str, torch.Tensor]:
@@ -189,13 +185,9 @@ def _create_from_entry(
     readable = object.__new__(type(entry))
     readable.__dict__.update(entry.__dict__, get_state_dict=get_state_dict)
     try:
-        with seeded(seed), _refused_args(config):
-            module: torch.nn.Module = models.get_model(
-                config.name, weights=readable, **_all_args(config)
-            )
+        return _call_builder(config, {"weights": readable}, seed)
     except RuntimeError as error:  # from load_state_dict in the builder
         raise WeightsError(f"{file or entry} does not fit this model: {one_line(error)}") from error
-    return module
 
 
 def _fetch_weights(url: str, name: str) -> Mapping[str, torch.Tensor]:
@@ -256,33 +248,33 @@ def _create_random(
     """Build a model with random weights of a seed, also for its backbone."""
     from torchvision import models
 
-    from featx.models.base import seeded
-
-    builder = models.get_model_builder(config.name)
-    keywords: dict[str, object] = {**_all_args(config), **args, "weights": None}
+    keywords: dict[str, object] = {**args, "weights": None}
     if config.name.startswith(("googlenet", "inception")):
         keywords["init_weights"] = True  # the default, without its deprecation warning
+    builder = models.get_model_builder(config.name)
     if "weights_backbone" in inspect.signature(builder).parameters:
         keywords["weights_backbone"] = None
-    with seeded(seed), _refused_args(config):
-        module: torch.nn.Module = builder(**keywords)
-    return module
+    return _call_builder(config, keywords, seed)
 
 
-def _all_args(config: TorchvisionOptions) -> dict[str, object]:
-    """Return model.args with the input size, for the builders that take it."""
+def _call_builder(
+    config: TorchvisionOptions, more: Mapping[str, object], seed: int
+) -> torch.nn.Module:
+    """Call torchvision's builder with a seed, model.args, the input size and further arguments."""
+    from torchvision import models
+
+    from featx.models.base import seeded
+
+    args: dict[str, object] = dict(config.args)
     side = None if config.input_size is None else config.input_size[0]
     if side is not None and config.name.startswith("vit_"):
-        return {**config.args, "image_size": side}
-    if side is not None and config.name.startswith("maxvit"):
-        return {**config.args, "input_size": (side, side)}
-    return dict(config.args)
-
-
-@contextlib.contextmanager
-def _refused_args(config: TorchvisionOptions) -> Iterator[None]:
+        args["image_size"] = side
+    elif side is not None and config.name.startswith("maxvit"):
+        args["input_size"] = (side, side)
     try:
-        yield
+        with seeded(seed):
+            builder = models.get_model_builder(config.name)
+            module: torch.nn.Module = builder(**{**args, **more})
     except FeatxError:  # about the weights; some are a ValueError as well
         raise
     except (TypeError, ValueError, AssertionError) as error:
@@ -290,6 +282,7 @@ def _refused_args(config: TorchvisionOptions) -> Iterator[None]:
             f"torchvision cannot build {config.name} with model.args={config.args} and "
             f"model.input_size={config.input_size}: {error}."
         ) from error
+    return module
 
 
 def classifier_of(module: torch.nn.Module) -> str | None:

@@ -133,13 +133,26 @@ def check(config: Config, given: Collection[str] | None = None) -> None:
             f"job={job.name} needs store=DIR, the folder or features.h5 that it reads."
         )
     _check_list_of_stores(config, job)
-    if job.input is Input.IMAGES:
-        _check_gradients(config, job)
+
+    if job.input is Input.IMAGES and (job.takes_gradients or config.takes_gradients):
+        if config.compile is True:
+            raise ConfigError(
+                "compile=true does not go with gradients: a compiled pass hides where they "
+                "pass. Use compile=false."
+            )
+    elif job.input is Input.IMAGES and config.target != "predicted":
+        jobs = "".join(f" and with job={other.name}" for other in JOBS if other.takes_gradients)
+        raise ConfigError(
+            f"target={config.target} has an effect with capture=grad_output or grad_input{jobs} "
+            "only."
+        )
+
     if job.shows and config.job.show not in (None, *job.shows):
         raise ConfigError(
             f"job.show={config.job.show}: job={job.name} has {', '.join(job.shows)} only."
         )
     job.check(config)
+
     if given is None:
         given = given_by_value(config)
     for sentence in unread(config, given).values():
@@ -152,14 +165,20 @@ def unread(config: Config, names: Collection[str]) -> dict[str, str]:
     option has no effect. `names` are dotted; `model` stands for `model.name`.
     """
     job = JOBS.get(config.job.name)
-    names = {_option_of(config, name) for name in names}
+    given = set()
+    for name in names:
+        group = getattr(config, name, None)
+        is_choice = is_dataclass(group) and hasattr(group, "name")  # model=resnet50 is model.name
+        given.add(f"{name}.name" if is_choice else name)
+
     also_read = set(job.reads_with(config))
     has_store = job.input is Input.STORE_OR_OUT and config.store is not None
-    if job.input is Input.STORE_OR_OUT and not has_store and "out" not in names:
+    if job.input is Input.STORE_OR_OUT and not has_store and "out" not in given:
         # out=runs/<data>/<model>, and the options that name these two
         also_read |= {"data.name", "data.root", "data.dataset", *CUSTOM_CODE}
+
     sentences = {}
-    for name in sorted(names):
+    for name in sorted(given):
         is_read = job.may_read(name) or _is_within(name, also_read)
         if is_read and not (has_store and name == "out"):
             continue
@@ -253,17 +272,6 @@ def with_keywords(options: type) -> Callable[[FunctionT], FunctionT]:
     """
 
     def decorate(function: FunctionT) -> FunctionT:
-        defaults = Config()
-        keywords = [
-            inspect.Parameter(
-                name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=_shown_default(name, getattr(defaults, name)),
-                annotation=hint.__forward_arg__,
-            )
-            for name, hint in options.__annotations__.items()
-            if hasattr(defaults, name)  # options of groups would be a hundred more
-        ]
         plain_signature = inspect.signature(function)
         own = [
             each.replace(kind=each.POSITIONAL_OR_KEYWORD)
@@ -273,23 +281,25 @@ def with_keywords(options: type) -> Callable[[FunctionT], FunctionT]:
             if each.kind is not each.VAR_KEYWORD
         ]
         names = {each.name for each in own}
+
+        defaults, keywords = Config(), []
+        for name, hint in options.__annotations__.items():
+            if name in names or not hasattr(defaults, name):
+                continue  # options of groups would be a hundred more
+            default = getattr(defaults, name)
+            if is_dataclass(default):
+                # The name that selects a member, or {} if the group has none, and for `data`, which
+                # a job finds through its store.
+                default = {} if name == "data" else getattr(default, "name", {})
+            kind, annotation = inspect.Parameter.KEYWORD_ONLY, hint.__forward_arg__
+            keywords.append(inspect.Parameter(name, kind, default=default, annotation=annotation))
         signature = inspect.Signature(
-            [*own, *(keyword for keyword in keywords if keyword.name not in names)],
-            return_annotation=plain_signature.return_annotation,
+            [*own, *keywords], return_annotation=plain_signature.return_annotation
         )
         function.__signature__ = signature  # type: ignore[attr-defined]  # read by inspect
         return function
 
     return decorate
-
-
-def _shown_default(name: str, default: object) -> object:
-    """Return what a signature shows as the default of a keyword: for a group the name that selects
-    a member, or {} if it has none, and for `data`, which a job finds through its store.
-    """
-    if not is_dataclass(default):
-        return default
-    return {} if name == "data" else getattr(default, "name", {})
 
 
 def run(config: Config, config_yaml: str) -> int:
@@ -345,22 +355,6 @@ def _check_list_of_stores(config: Config, job: Job) -> None:
         raise ConfigError(f"store={store}: a list is written in brackets, 'store=[{store}]'.")
 
 
-def _check_gradients(config: Config, job: Job) -> None:
-    """Check the options that gradients need or exclude."""
-    if job.takes_gradients or config.takes_gradients:
-        if config.compile is True:
-            raise ConfigError(
-                "compile=true does not go with gradients: a compiled pass hides where they "
-                "pass. Use compile=false."
-            )
-    elif config.target != "predicted":
-        jobs = "".join(f" and with job={other.name}" for other in JOBS if other.takes_gradients)
-        raise ConfigError(
-            f"target={config.target} has an effect with capture=grad_output or grad_input{jobs} "
-            "only."
-        )
-
-
 def _readers_text(option: str) -> str:
     """Return with which jobs an option has an effect: 'with job=cka and job=probe only'."""
     readers = [f"job={job.name}" for job in JOBS if job.may_read(option)]
@@ -370,12 +364,6 @@ def _readers_text(option: str) -> str:
     *names, last = others if is_common else readers
     listed = f"{', '.join(names)} and {last}" if names else last
     return f"with all jobs except {listed}" if is_common else f"with {listed} only"
-
-
-def _option_of(config: Config, name: str) -> str:
-    """Return the option that the name of a group sets: model=resnet50 is model.name."""
-    group = getattr(config, name, None)
-    return f"{name}.name" if is_dataclass(group) and hasattr(group, "name") else name
 
 
 def _is_within(name: str, options: Collection[str]) -> bool:

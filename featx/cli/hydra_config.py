@@ -59,7 +59,7 @@ class Members(ConfigSource):
         return "members"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        choice = _choice(config_path)
+        choice = config_path.removesuffix(".yaml").partition("/")[2]
         if self.path == "model":
             options = model_choice(choice)
         else:
@@ -78,18 +78,15 @@ class Members(ConfigSource):
         return config_path.rstrip("/") == self.path
 
     def is_config(self, config_path: str) -> bool:
-        if not config_path.startswith(f"{self.path}/"):
+        group, slash, choice = config_path.removesuffix(".yaml").partition("/")
+        if group != self.path or not slash:
             return False
-        return self.path == "model" or _choice(config_path) in self.families[self.path]
+        return self.path == "model" or choice in self.families[self.path]
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         if self.path == "model" or results_filter is ObjectType.GROUP:
             return []
         return [*self.families[self.path].names()] if self.is_group(config_path) else []
-
-
-def _choice(config_path: str) -> str:
-    return config_path.removesuffix(".yaml").partition("/")[2]
 
 
 class ConfigFiles(FileConfigSource):

@@ -132,7 +132,16 @@ def check(config: Config, given: Collection[str] | None = None) -> None:
         raise ConfigError(
             f"job={job.name} needs store=DIR, the folder or features.h5 that it reads."
         )
-    _check_list_of_stores(config, job)
+    store = config.store or ""
+    is_list = store.startswith("[") or "," in store
+    if is_list and not is_url(store) and not os.path.exists(store):  # noqa: PTH110 - see listed_stores
+        if not job.takes_several_stores:
+            raise ConfigError(
+                f"store={store}: job={job.name} reads one store. With -m and store=A,B each is a "
+                "run of its own; job=compare 'store=[A,B]' shows several in one table."
+            )
+        if not store.startswith("["):
+            raise ConfigError(f"store={store}: a list is written in brackets, 'store=[{store}]'.")
 
     if job.input is Input.IMAGES and (job.takes_gradients or config.takes_gradients):
         if config.compile is True:
@@ -338,21 +347,6 @@ def _check_object_store(config: Config, job: Job) -> None:
             "do travels in files. Say where with executor.folder=DIR, on a disk that all machines "
             "see."
         )
-
-
-def _check_list_of_stores(config: Config, job: Job) -> None:
-    """Refuse a list of stores that the job does not take, or that has no brackets."""
-    store = config.store or ""
-    has_brackets = store.startswith("[")
-    if not (has_brackets or "," in store) or is_url(store) or os.path.exists(store):  # noqa: PTH110 - see listed_stores
-        return
-    if not job.takes_several_stores:
-        raise ConfigError(
-            f"store={store}: job={job.name} reads one store. With -m and store=A,B each is a run "
-            "of its own; job=compare 'store=[A,B]' shows several in one table."
-        )
-    if not has_brackets:
-        raise ConfigError(f"store={store}: a list is written in brackets, 'store=[{store}]'.")
 
 
 def _readers_text(option: str) -> str:

@@ -113,9 +113,13 @@ def member_groups() -> Mapping[str, MemberGroup]:
 
     The option `codec` also selects a member, but is no group: codecs have no options.
     """
-    hints = hints_of(Config)
-    groups = [MemberGroup(option, hints[option.partition(".")[0]]) for option in family_options()]
-    return {group.name: group for group in groups if is_dataclass(group.base)}
+    groups = {}
+    for option in family_options():
+        name, _, selector = option.partition(".")
+        base = hints_of(Config)[name]
+        if isinstance(base, type) and is_dataclass(base):
+            groups[name] = MemberGroup(name, selector or "name", option, base)
+    return groups
 
 
 @functools.cache

@@ -342,7 +342,8 @@ def model_options(**values: object) -> ModelConfig:
     such as name='resnet50' and weights=None.
     """
     defaults = {f.name: default_of_field(f) for f in fields(ModelConfig)}
-    return make_member(MemberGroup("model.library", ModelConfig), {**defaults, **values})  # type: ignore[no-any-return]
+    group = MemberGroup("model", "library", "model.library", ModelConfig)
+    return make_member(group, {**defaults, **values})  # type: ignore[no-any-return]
 
 
 def model_choice(text: str) -> dict[str, str]:

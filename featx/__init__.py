@@ -5,7 +5,7 @@ Importing featx loads neither torch nor hydra; each public name loads what it ne
 
 from __future__ import annotations
 
-from featx.base.exports import declare_families, declare_functions, lazy_exports
+from featx.base.exports import declare, lazy_exports
 from featx.errors import nearest
 
 _load, __dir__, _names = lazy_exports(__name__, __file__)
@@ -13,18 +13,18 @@ _load, __dir__, _names = lazy_exports(__name__, __file__)
 __all__ = [name for name in _names if name not in ("gradients", "similarity", "torch")]
 
 
-declare_families(
-    {
+# Declared here because this is the only module above all packages that every process imports.
+declare(
+    registries={
         "codec": "featx.store.codecs:CODECS",
         "data": "featx.sources.registry:SOURCES",
         "executor": "featx.pipeline.executors:EXECUTORS",
         "export.format": "featx.export.base:FORMATS",
         "model.library": "featx.models.libraries:LIBRARIES",
         "reduce": "featx.layers.reductions:REDUCTIONS",
-    }
+    },
+    functions={"FeatureStore.show": "featx.export.image_grid:image_grid"},
 )
-declare_functions({"FeatureStore.show": "featx.export.image_grid:image_grid"})
-# Declared here because this is the only module above all packages that every process imports.
 
 
 def __getattr__(name: str) -> object:

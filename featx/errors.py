@@ -276,7 +276,7 @@ _REPLACED = {
 
 def gone(name: str) -> str:
     """Sentence that says what replaces an option or a choice that featx had; '' for all others."""
-    reason = _REPLACED.get(name) or _REPLACED.get(_group(name))
+    reason = _REPLACED.get(name) or _REPLACED.get(name.rpartition(".")[0])
     return f"{name} is gone: {reason}." if reason else ""
 
 
@@ -327,7 +327,11 @@ def nearest(name: str, known: Iterable[str], count: int = 5) -> str:
     if also := [word for word in dict.fromkeys(spelled) if word in known]:
         return f" Nearest: {', '.join(also)}."
     group, dot, last = name.rpartition(".")
-    siblings = {each.rpartition(".")[2]: each for each in known if dot and _group(each) == group}
+    siblings = {}
+    for each in known:
+        its_group, _, last_of_each = each.rpartition(".")
+        if dot and its_group == group:
+            siblings[last_of_each] = each
     ranks = {each: _words_in_common(last, each) for each in known}
     # The group itself makes any two of its names look alike, so only the last parts are compared.
     if siblings:
@@ -347,11 +351,6 @@ def nearest(name: str, known: Iterable[str], count: int = 5) -> str:
         found = [each for each in known if name.lower() in each.lower()]
     shown = list(dict.fromkeys(found))[:count]
     return f" Nearest: {', '.join(shown)}." if shown else ""
-
-
-def _group(name: str) -> str:
-    """Part of a name before its last dot; empty without a dot."""
-    return name.rpartition(".")[0]
 
 
 def _words_in_common(last: str, name: str) -> int:

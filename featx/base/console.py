@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
+from typing import TextIO
 
 from featx.base.text import facts, printable
 from featx.errors import RunError
@@ -40,14 +41,9 @@ _as_json = False
 """Whether stderr receives JSON objects instead of text."""
 
 
-def writes_json() -> bool:
-    """Return whether stderr receives JSON objects instead of text."""
-    return _as_json
-
-
 def shows_bars() -> bool:
     """Return whether progress is a bar: stderr is a terminal or that of a notebook, and no JSON."""
-    return not writes_json() and (sys.stderr.isatty() or is_notebook())
+    return not _as_json and (sys.stderr.isatty() or is_notebook())
 
 
 def is_notebook() -> bool:
@@ -62,7 +58,7 @@ class _JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """One JSON line with the level and the message."""
-        return json_line(record.levelname.lower(), message=record.getMessage())
+        return _json_line(record.levelname.lower(), message=record.getMessage())
 
 
 def log_as_json() -> None:
@@ -74,7 +70,7 @@ def log_as_json() -> None:
         handler.setFormatter(_JsonFormatter())
 
 
-def json_line(level: str, **values: object) -> str:
+def _json_line(level: str, **values: object) -> str:
     """One line of JSON with the time in UTC, the level and the given values."""
     now = time.time()
     stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1000):03d}Z"
@@ -90,16 +86,18 @@ def log_message(text: str, level: str = "info") -> None:
     if _as_json:
         if not (text := text.strip()):
             return
-        text = json_line(level, message=text)
+        text = _json_line(level, message=text)
     elif level == "warning":
         text = f"warning: {text}"
-    write_log(printable(text, kept="\n\t"))
+    _print_line(printable(text, kept="\n\t"))
 
 
-def write_log(line: str) -> None:
-    """Print a line on stderr. Its disk may be full, or its terminal closed: the run continues."""
-    with contextlib.suppress(OSError):
-        print(line, file=sys.stderr, flush=True)
+def log_event(text: str, /, **values: object) -> None:
+    """Print a message about the run on stderr: the text, or as JSON the values in its place."""
+    if _as_json:
+        _print_line(_json_line("info", **values))
+    else:
+        log_message(text)
 
 
 def log_step(text: str) -> None:
@@ -107,8 +105,15 @@ def log_step(text: str) -> None:
     if shows_bars():
         # In a notebook, what is printed on stderr looks like an error.
         stream = sys.stdout if is_notebook() else sys.stderr
-        with contextlib.suppress(OSError):
-            print(printable(text, kept="\n\t"), file=stream, flush=True)
+        _print_line(printable(text, kept="\n\t"), stream)
+
+
+def _print_line(line: str, stream: TextIO | None = None) -> None:
+    """Print a line, on stderr unless a stream is given. Its disk may be full, or its terminal
+    closed: the run continues.
+    """
+    with contextlib.suppress(OSError):
+        print(line, file=stream or sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -146,7 +151,8 @@ def announce(settings: Sequence[tuple[str, str]]) -> None:
             if name == "transform":
                 log_step(f"{name}  {text}")
         return
-    if _as_json:
-        write_log(json_line("info", event="begin", **dict(settings)))
+    text = f"{facts(settings)}\n"
+    if is_notebook() and not _as_json:
+        log_step(text)
     else:
-        (log_step if is_notebook() else log_message)(f"{facts(settings)}\n")
+        log_event(text, event="begin", **dict(settings))

@@ -50,13 +50,15 @@ _FUNCTIONS: dict[str, str] = {}
 """Name -> 'module:attribute' of a function."""
 
 
-def declare_families(registries: Mapping[str, str]) -> None:
-    """Declare where the registries are; nothing is imported.
+def declare(registries: Mapping[str, str], functions: Mapping[str, str]) -> None:
+    """Declare where the registries of families, and functions of higher packages, are; nothing is
+    imported.
 
     An option that selects a member, such as 'data' or 'export.format', stands for
-    'module:attribute', such as 'featx.sources.registry:SOURCES'.
+    'module:attribute', such as 'featx.sources.registry:SOURCES'; so does the name of a function.
     """
     _REGISTRIES.update(registries)
+    _FUNCTIONS.update(functions)
 
 
 def family_options() -> tuple[str, ...]:
@@ -70,11 +72,6 @@ def family(option: str) -> Registry[Member]:
         raise FeatxError(f"no family is declared for {option}; known: {', '.join(_REGISTRIES)}.")
     registry: Registry[Member] = resolve_name(_REGISTRIES[option])
     return registry
-
-
-def declare_functions(functions: Mapping[str, str]) -> None:
-    """Declare where functions ('module:attribute') of higher packages are; nothing is imported."""
-    _FUNCTIONS.update(functions)
 
 
 def declared_function(name: str) -> Callable[..., object]:

@@ -1,4 +1,4 @@
-"""What is installed with featx: packages of its extras, its own files; and its cache."""
+"""What is installed: packages and their versions, the files of featx; and its cache."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from types import ModuleType
 
+from featx.base.version import __version__
 from featx.errors import MissingExtraError
 
 
@@ -36,6 +37,22 @@ def require_extra(package: str, what: str, title: str, extra: str) -> None:
 
 def _missing(what: str, title: str, extra: str) -> MissingExtraError:
     return MissingExtraError(f'{what} needs {title}: pip install "featx[{extra}]".')
+
+
+def installed_version(name: str) -> str | None:
+    """Return the version of a package as pip knows it, or None if it is not installed.
+
+    That of featx is `__version__`, which is right in a clone that was installed as another version
+    as well.
+    """
+    if name == "featx":
+        return __version__
+    from importlib.metadata import PackageNotFoundError, version  # 10 ms, which `--version` saves
+
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def shipped_folder(name: str) -> Path:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tqdm.auto import tqdm
 
-from featx.base.console import json_line, log_message, shows_bars, write_log, writes_json
+from featx.base.console import log_event, log_message, shows_bars
 from featx.base.text import printable, size_text, time_text
 
 PLAIN_INTERVAL_S = 10.0
@@ -81,7 +81,8 @@ class Progress:
         )
 
     def __enter__(self) -> Progress:
-        self._notify()
+        if self._listener is not None:
+            self._listener(self.now())
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -113,18 +114,30 @@ class Progress:
                 self._bar.initial += images
         self._failures += failures
         self._waiting += waited_s or 0.0
-        self._notify()
+        if self._listener is not None:
+            self._listener(self.now())
+
         share = self._waiting / max(1e-9, time.perf_counter() - self._started_at)
         stage: str | None = "reading images" if share > WAITING_SHARE else "the model"
         if waited_s is None:
             stage = None
+        limit = f", limited by {stage}" if stage else ""
         if self._has_bar:
-            limit = f", limited by {stage}" if stage else ""
             self._bar.set_postfix_str(f"{self._failures} failed{limit}", refresh=False)
             self._bar.update(images)
         elif time.perf_counter() - self._last_line_at > PLAIN_INTERVAL_S:
             self._last_line_at = time.perf_counter()
-            self._print_line(stage)
+            now = self.now()
+            log_event(
+                f"{now.done} of {now.total} images, {now.images_per_second:.1f} images/s, "
+                f"{time_text(now.seconds_left)} left, {now.failures} failed{limit}",
+                event="progress",
+                done=now.done,
+                total=now.total,
+                failures=now.failures,
+                images_per_second=round(now.images_per_second, 3),
+                bottleneck=stage,
+            )
 
     def log(self, text: str) -> None:
         """Print a line about the run above the bar."""
@@ -133,31 +146,6 @@ class Progress:
                 tqdm.write(printable(text, kept="\n\t"), file=sys.stderr)
         else:
             log_message(text)
-
-    def _notify(self) -> None:
-        if self._listener is not None:
-            self._listener(self.now())
-
-    def _print_line(self, stage: str | None) -> None:
-        """Print the progress, and what limits the speed if that is known, as text or JSON."""
-        now = self.now()
-        if writes_json():
-            line = json_line(
-                "info",
-                event="progress",
-                done=now.done,
-                total=now.total,
-                failures=now.failures,
-                images_per_second=round(now.images_per_second, 3),
-                bottleneck=stage,
-            )
-            write_log(line)
-            return
-        limit = f", limited by {stage}" if stage else ""
-        log_message(
-            f"{now.done} of {now.total} images, {now.images_per_second:.1f} images/s, "
-            f"{time_text(now.seconds_left)} left, {now.failures} failed{limit}"
-        )
 
 
 class CountProgress:

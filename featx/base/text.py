@@ -105,23 +105,24 @@ def facts(rows: Sequence[tuple[str, str]], width: int = WIDTH) -> str:
     indent = max(len(name) for name, _ in rows) + 2
     lines = []
     for name, value in rows:
-        broken_lines = (_break_line(line, width - indent) for line in value.splitlines())
-        first, *more = [piece for pieces in broken_lines for piece in pieces] or [""]
+        pieces = []
+        for line in value.splitlines():
+            if len(line) <= width - indent:
+                pieces.append(line)
+            elif line.startswith(_COMMAND):
+                pieces += _broken_command(line, width - indent)
+            else:
+                pieces += textwrap.wrap(
+                    line,
+                    width - indent,
+                    break_long_words=False,
+                    break_on_hyphens=False,
+                    subsequent_indent=" " * (len(line) - len(line.lstrip())),
+                )
+        first, *more = pieces or [""]
         lines.append(f"{name:<{indent}}{first}".rstrip())
         lines += [" " * indent + line for line in more]
     return "\n".join(lines)
-
-
-def _break_line(line: str, width: int) -> list[str]:
-    """Break a line between words if it is longer than `width`."""
-    if len(line) <= width:
-        return [line]
-    if line.startswith(_COMMAND):
-        return _broken_command(line, width)
-    indent = " " * (len(line) - len(line.lstrip()))
-    return textwrap.wrap(
-        line, width, break_long_words=False, break_on_hyphens=False, subsequent_indent=indent
-    )
 
 
 def _broken_command(line: str, width: int) -> list[str]:

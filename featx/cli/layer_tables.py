@@ -158,11 +158,13 @@ def _cells(row: Json) -> dict[str, str]:
         value = row[key]
         return "-" if value is None else "-" * (value < 0) + size_text(abs(value))
 
+    # The first input, and the number of further ones.
+    first, *others = [_shape_text(shape) for shape in row["inputs"].values()] or ["-"]
     return {
         "layer": row["name"],
         "type": row["type"],
         "calls": str(row["calls"]),
-        "input": _input_text(row["inputs"]),
+        "input": f"{first} +{len(others)}" if others else first,
         "output": _shape_text(row["shape"]) + " *" * (not row["batch_in_front"]),
         "parameters": f"{row['parameters']:,}",
         "MFLOPs": _mflops_text(row["mflops"]),
@@ -183,12 +185,6 @@ def _cells(row: Json) -> dict[str, str]:
 
 def _shape_text(shape: list[int]) -> str:
     return "x".join(map(str, shape)) or "scalar"
-
-
-def _input_text(inputs: Mapping[str, list[int]]) -> str:
-    """Return the shape of the first input and the number of further inputs."""
-    shapes = [_shape_text(shape) for shape in inputs.values()]
-    return (shapes[0] if shapes else "-") + (f" +{len(shapes) - 1}" if shapes[1:] else "")
 
 
 def _mflops_text(mflops: float | None) -> str:

@@ -7,7 +7,6 @@ every character as it was typed; all other values are left to Hydra.
 
 from __future__ import annotations
 
-import itertools
 import re
 
 from featx.base import command_text
@@ -90,11 +89,11 @@ def _format_names(key: str, value: str) -> str:
 
 def _format_entry(key: str, entry: str) -> str:
     """Return an entry `name: value`; the last colon outside of brackets separates the two."""
-    colons = [i for i in _outer_indices(entry) if entry[i] == ":"]
-    if not colons:
+    *names, value = pieces_of(entry, ":")
+    if not names:
         raise ConfigError(f"{key}: expected name: value in {{{entry}}}.")
-    name, value = entry[: colons[-1]].strip(), entry[colons[-1] + 1 :].strip()
-    name = unquoted(name)
+    name, value = unquoted(":".join(names).strip()), value.strip()
+
     # Hydra's keys cannot be quoted, and 1.10 is the number 1.1 to it.
     if _LIKE_A_NUMBER.fullmatch(name) and not (name.isdigit() and name == str(int(name))):
         raise ConfigError(
@@ -102,21 +101,18 @@ def _format_entry(key: str, entry: str) -> str:
             f"'{key}=[{name}]'."
         )
     name = re.sub(r"([\\()\[\]{}:=, \t])", r"\\\1", name)
-    return f"{name}: {_format_reduction(key, value)}"
 
-
-def _format_reduction(key: str, value: str) -> str:
-    """Return the value of a layer: null, a text, or options of `reduce` as a mapping."""
+    # The value of a layer is null, a text, or options of `reduce` as a mapping.
     if value == "null":
-        return value
+        return f"{name}: null"
     if not value.startswith("{") or not is_closed(value):
-        return _format_text(value)
+        return f"{name}: {_format_text(value)}"
     entries = []
-    for name, inner in named_values(key, value):
-        if (option := option_tree().get(f"reduce.{name}")) is not None:
-            inner = format_value(f"{key}: {name}", inner, option, False)
-        entries.append(f"{name}: {inner}")
-    return "{" + ",".join(entries) + "}"
+    for option_name, inner in named_values(key, value):
+        if (option := option_tree().get(f"reduce.{option_name}")) is not None:
+            inner = format_value(f"{key}: {option_name}", inner, option, False)
+        entries.append(f"{option_name}: {inner}")
+    return f"{name}: {{{','.join(entries)}}}"
 
 
 def named_values(key: str, mapping: str) -> list[tuple[str, str]]:
@@ -151,16 +147,14 @@ def is_closed(value: str) -> bool:
     return depths[-1] == 0 and all(depths[:-1])
 
 
-def pieces_of(value: str) -> list[str]:
-    """Split a value at the commas outside of quotes and brackets."""
-    edges = [-1, *(i for i in _outer_indices(value) if value[i] == ","), len(value)]
-    return [value[a + 1 : b] for a, b in itertools.pairwise(edges)]
-
-
-def _outer_indices(value: str) -> list[int]:
-    """Return the indices of the characters outside of quotes and brackets."""
-    depths = [0, *_depths(value)]
-    return [i for i in range(len(value)) if depths[i] == depths[i + 1] == 0]
+def pieces_of(value: str, separator: str = ",") -> list[str]:
+    """Split a value at the commas, or another separator, outside of quotes and brackets."""
+    pieces, start = [], 0
+    for i, depth in enumerate(_depths(value)):
+        if depth == 0 and value[i] == separator:
+            pieces.append(value[start:i])
+            start = i + 1
+    return [*pieces, value[start:]]
 
 
 def _depths(value: str) -> list[int]:

@@ -114,10 +114,13 @@ def read_command_line(argv: Sequence[str], jobs: Container[str] = ()) -> Command
             arguments.append(argument)
         else:
             overrides += _options_of_group(argument)
+
     given = {name for override in overrides if (name := _key_of(override)) is not None}
     _check_shell_words(overrides)
-    for override in _last_overrides(overrides):
-        arguments += _translate(override, is_multirun, config_dirs, given)
+    # A later override of the same option replaces an earlier one.
+    last_index = {_key_of(override) or override: i for i, override in enumerate(overrides)}
+    for i in sorted(last_index.values()):
+        arguments += _translate(overrides[i], is_multirun, config_dirs, given)
     has_files = bool(config_dirs) or any(each.startswith(f"{EXPERIMENTS}=") for each in arguments)
     names = frozenset(given)
     return CommandLine(argv, arguments, names, config_dirs, has_files, wants_help, help_topics)
@@ -183,12 +186,6 @@ def _options_of_group(override: str) -> list[str]:
     return choice + [f"{key}.{name}={inner}" for name, inner in entries.items()]
 
 
-def _last_overrides(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides without those that a later one of the same option replaces."""
-    last_index = {_key_of(override) or override: i for i, override in enumerate(overrides)}
-    return [override for i, override in enumerate(overrides) if i in last_index.values()]
-
-
 def _check_shell_words(overrides: Sequence[str]) -> None:
     """Refuse overrides with quotes that no shell knows, and a path, list or mapping that was cut at
     its blanks.
@@ -210,10 +207,6 @@ def _check_shell_words(overrides: Sequence[str]) -> None:
                 f"cannot read {overrides[i + 1]!r}: the shell divides arguments at blanks. Put the "
                 f"option in quotes: {shlex.quote(whole)}"
             )
-
-
-_TABLES = ("csv", "tsv", "parquet")
-"""Kinds of files that data=table reads."""
 
 
 def _translate(
@@ -245,10 +238,15 @@ def _translate(
         if len(kinds) > 1:
             raise ConfigError(f"data={value}: one sweep takes paths of one kind.")
         return [f"data={kinds.pop()}", "data.root=" + ",".join(quoted(piece) for piece in pieces)]
-    if key == "data" and value in _TABLES:
+    if key == "data" and value in ("csv", "tsv", "parquet"):
         return ["data=table"]
-    if _takes_any_key(key):
-        return [f"++{key}={value}"]  # Hydra adds no key to a mapping without this sign
+
+    # A mapping with arbitrary keys, or an entry of one: Hydra adds none without this sign.
+    parts = key.split(".")
+    groups = [option_tree().get(".".join(parts[: i + 1])) for i in range(len(parts))]
+    if any(group is not None and group.kind is Kind.MAPPING for group in groups):
+        return [f"++{key}={value}"]
+
     if option is None:
         return [override]
     if option.kind is Kind.GROUP:
@@ -257,14 +255,6 @@ def _translate(
         first = next(name for name in option_tree() if name.startswith(f"{key}."))
         raise not_options(key, value, first.rpartition(".")[2])
     return [f"{key}={format_value(key, value, option, is_multirun)}"]
-
-
-def _takes_any_key(key: str) -> bool:
-    """Return whether an option is a mapping with arbitrary keys, or lies in one."""
-    parts = key.split(".")
-    names = [".".join(parts[: i + 1]) for i in range(len(parts))]
-    options = [option_tree()[name] for name in names if name in option_tree()]
-    return any(option.kind is Kind.MAPPING for option in options)
 
 
 def is_path(value: str, config_dirs: Sequence[Path]) -> bool:

@@ -113,9 +113,13 @@ def member_groups() -> Mapping[str, MemberGroup]:
 
     The option `codec` also selects a member, but is no group: codecs have no options.
     """
-    hints = hints_of(Config)
-    groups = [MemberGroup(option, hints[option.partition(".")[0]]) for option in family_options()]
-    return {group.name: group for group in groups if is_dataclass(group.base)}
+    groups = {}
+    for option in family_options():
+        name, _, selector = option.partition(".")
+        base = hints_of(Config)[name]
+        if isinstance(base, type) and is_dataclass(base):
+            groups[name] = MemberGroup(name, selector or "name", option, base)
+    return groups
 
 
 @functools.cache
@@ -126,62 +130,49 @@ def option_tree() -> Mapping[str, Option]:
 
 def _walk(cls: type, prefix: str, members: tuple[str, ...]) -> Iterator[Option]:
     """Iterate over the options of a group, those of its members and those in groups below it."""
-    yield from _fields_as_options(cls, prefix, {f.name: (cls,) for f in fields(cls)}, members)
+    # Name of an option -> dataclasses that have it, and the members to which they belong.
+    found: dict[str, tuple[tuple[type, ...], tuple[str, ...]]]
+    found = {f.name: ((cls,), members) for f in fields(cls)}
     group = member_groups().get(prefix.rstrip("."))
-    if group is None or cls is not group.base:
-        return
-    for name, owners in group.readers().items():
-        described = [(hints_of(own)[name], _default_of(own, name)) for own in owners.values()]
-        if any(each != described[0] for each in described):
+    if group is not None and cls is group.base:
+        for name, owner_of in group.readers().items():
+            found[name] = (tuple(owner_of.values()), tuple(owner_of))
+
+    for name, (owners, its_members) in found.items():
+        described = [
+            (hints_of(owner)[name], default_of_field(owner.__dataclass_fields__[name]))  # type: ignore[attr-defined]
+            for owner in owners
+        ]
+        hint, default = described[0]
+        if group is not None and any(each != described[0] for each in described):
             raise FeatxError(
-                f"{group.option}={' and '.join(owners)}: the option {name} has another type or "
-                "default in each."
+                f"{group.option}={' and '.join(its_members)}: the option {name} has another type "
+                "or default in each."
             )
-        first = next(iter(owners.values()))
-        yield from _fields_as_options(first, prefix, {name: tuple(owners.values())}, tuple(owners))
-
-
-def _fields_as_options(
-    cls: type, prefix: str, owners: Mapping[str, tuple[type, ...]], members: tuple[str, ...]
-) -> Iterator[Option]:
-    """Iterate over some fields of a dataclass as options, and over the groups below them."""
-    for name, its_owners in owners.items():
-        hint, default = hints_of(cls)[name], _default_of(cls, name)
-        kind = _kind_of(hint)
-        yield Option(prefix + name, hint, default, kind, members, its_owners)
+        yield Option(prefix + name, hint, default, _kind_of(hint), its_members, owners)
         if is_dataclass(hint):
-            yield from _walk(hint, f"{prefix}{name}.", members)  # type: ignore[arg-type]  # a class
-
-
-def _default_of(cls: type, name: str) -> object:
-    return default_of_field(cls.__dataclass_fields__[name])  # type: ignore[attr-defined]
+            yield from _walk(hint, f"{prefix}{name}.", its_members)  # type: ignore[arg-type]  # a class
 
 
 def _kind_of(hint: object) -> Kind:
     if is_dataclass(hint):
         names = {f.name for f in fields(hint)}
         return Kind.GROUP if "name" in names else Kind.SECTION
-    parts = [without_marks(part) for part in alternatives(hint) if part is not type(None)]
-    texts = [part for part in parts if part is str or _is_text_choice(part)]
-    lists = [part for part in parts if _list_of_texts(part)]
-    if parts and len(texts) == len(parts):
-        return Kind.TEXT
-    if parts and len(lists) == len(parts):
-        return Kind.TEXTS
-    if texts and lists:
+
+    forms = set()
+    for part in map(without_marks, alternatives(hint)):
+        origin = get_origin(part)
+        inner = get_args(part)[0] if origin is list else part
+        is_choice = get_origin(inner) is Literal
+        if inner is str or (is_choice and all(isinstance(each, str) for each in get_args(inner))):
+            forms.add(Kind.TEXTS if origin is list else Kind.TEXT)
+        elif part is not type(None):
+            forms.add(Kind.MAPPING if origin is dict else Kind.OTHER)
+    if {Kind.TEXT, Kind.TEXTS} <= forms:
         return Kind.NAMES
-    return Kind.MAPPING if any(get_origin(part) is dict for part in parts) else Kind.OTHER
-
-
-def _is_text_choice(hint: object) -> bool:
-    return get_origin(hint) is Literal and all(isinstance(each, str) for each in get_args(hint))
-
-
-def _list_of_texts(hint: object) -> bool:
-    if get_origin(hint) is not list:
-        return False
-    element = get_args(hint)[0]
-    return element is str or _is_text_choice(element)
+    if len(forms) == 1:
+        return forms.pop()
+    return Kind.MAPPING if Kind.MAPPING in forms else Kind.OTHER
 
 
 def known_keys() -> list[str]:

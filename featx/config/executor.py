@@ -26,11 +26,6 @@ class ExecutorConfig:
     (local), takes as many actors as the cluster has room for (ray), or 8 tasks (slurm)."""
 
     @property
-    def has_workers(self) -> bool:
-        """Whether other processes than that of the command compute."""
-        return self.workers is not None or self.name != "local"
-
-    @property
     def num_cpus(self) -> int:
         """Number of CPUs of each worker of a cluster."""
         return 1

@@ -22,22 +22,16 @@ class MemberGroup:
     """A group of options that a member is chosen for.
 
     Attributes:
+        name: name of the group: 'data', 'export'.
+        selector: field of the group that holds the name of the member: 'name', 'format'.
         option: option that selects the member, as users write it: 'data', 'export.format'.
         base: dataclass of the group in `Config`, which a member without own options has.
     """
 
+    name: str
+    selector: str
     option: str
     base: type
-
-    @property
-    def name(self) -> str:
-        """Name of the group: 'data', 'export'."""
-        return self.option.partition(".")[0]
-
-    @property
-    def selector(self) -> str:
-        """Field of the group that holds the name of the member: 'name', 'format'."""
-        return self.option.partition(".")[2] or "name"
 
     def select(self, values: Mapping[str, Any]) -> str:
         """Return the name of the member that the options of the group select."""

@@ -101,11 +101,8 @@ class ProbeConfig:
             )
         if self.label_separator == "":
             raise ConfigError("probe.label_separator is empty: expected a text such as ';'.")
-        self._check_split()
-        self._check_masks()
 
-    def _check_split(self) -> None:
-        """Refuse options of the split that do not go together."""
+        # Which rows are tested is said once.
         if sentence := gone(f"probe.split={self.split}"):
             raise ConfigError(sentence)
         names = ("test_share", "folds", "split", "test_store")
@@ -118,8 +115,6 @@ class ProbeConfig:
                 "seeds would test the same rows. Use probe.test_share or probe.folds."
             )
 
-    def _check_masks(self) -> None:
-        """Refuse options that do not go together with masks."""
         if self.masks is None:
             return
         if self.task != "auto":

@@ -55,7 +55,8 @@ class ReduceConfig:
 
 def make_reduce(name: str, **values: object) -> ReduceConfig:
     """Make the options of a reduction, by its name and the values of its own options."""
-    return make_member(MemberGroup("reduce", ReduceConfig), {"name": name, **values})  # type: ignore[no-any-return]
+    group = MemberGroup("reduce", "name", "reduce", ReduceConfig)
+    return make_member(group, {"name": name, **values})  # type: ignore[no-any-return]
 
 
 def reduction_of_args(name: str, args: Mapping[str, object]) -> ReduceConfig:

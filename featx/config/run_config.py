@@ -214,8 +214,24 @@ class Config:
 
     def __post_init__(self) -> None:
         family("codec").get(self.codec)
-        self._check_workers()
-        self._check_urls()
+        for key in ("tensorboard", "profile"):
+            if self.is_distributed and getattr(self, key) is not False:
+                raise ConfigError(
+                    f"{key} sees the batches of one process only; leave executor and its options "
+                    "out with it."
+                )
+
+        # Paths that may, or must not, lie in an object store.
+        for key in ("out", "store"):
+            if (path := getattr(self, key)) is not None and is_url(path):
+                parse_path(path)
+        folder = self.executor.shared_folder
+        if folder is not None and is_url(folder):
+            raise ConfigError(
+                f"executor.folder={folder}: the tasks share a folder on a disk that all machines "
+                "see."
+            )
+
         if self.part_rows != "auto":
             if self.part_rows & (self.part_rows - 1):
                 raise ConfigError(
@@ -229,8 +245,16 @@ class Config:
                     f"batch_size={self.batch_size} is larger than part_rows={self.part_rows}; "
                     "a batch never crosses a part, so raise part_rows or lower batch_size."
                 )
-        self._check_repairs()
-        layer_requests(self)
+
+        # Changes of an existing store.
+        changes = {"retry_failed": "mends", "refresh": "mends", "grow": "adds to"}
+        for option, verb in changes.items():
+            if (value := getattr(self, option)) and self.overwrite:
+                raise ConfigError(
+                    f"{option}={str(value).lower()} {verb} a store and overwrite=true deletes it; "
+                    "give one."
+                )
+        layer_requests(self)  # which refuses wrong names of layers and reductions
 
     def store_path(self) -> Path:
         """Return the store that a job reads, the first one of a list: `store`, or `out` if that is
@@ -270,45 +294,13 @@ class Config:
     @property
     def is_distributed(self) -> bool:
         """Whether worker processes compute, not this one."""
-        return self.executor.has_workers
+        return self.executor.workers is not None or self.executor.name != "local"
 
     def cpus_of_worker(self, num_cpus: int) -> int:
         """Return the number of CPUs of each process that computes; `num_cpus` are here."""
         if self.executor.name != "local":
             return self.executor.num_cpus
         return max(1, num_cpus // (self.executor.workers or 1))
-
-    def _check_workers(self) -> None:
-        """Check the options that exclude worker processes."""
-        if self.is_distributed:
-            for key in ("tensorboard", "profile"):
-                if getattr(self, key) is not False:
-                    raise ConfigError(
-                        f"{key} sees the batches of one process only; leave executor and its "
-                        "options out with it."
-                    )
-
-    def _check_urls(self) -> None:
-        """Check the paths that may, or must not, lie in an object store."""
-        for key in ("out", "store"):
-            if (path := getattr(self, key)) is not None and is_url(path):
-                parse_path(path)
-        folder = self.executor.shared_folder
-        if folder is not None and is_url(folder):
-            raise ConfigError(
-                f"executor.folder={folder}: the tasks share a folder on a disk that all machines "
-                "see."
-            )
-
-    def _check_repairs(self) -> None:
-        """Check the options that change an existing store and exclude each other."""
-        changes = {"retry_failed": "mends", "refresh": "mends", "grow": "adds to"}
-        for option, verb in changes.items():
-            if (value := getattr(self, option)) and self.overwrite:
-                raise ConfigError(
-                    f"{option}={str(value).lower()} {verb} a store and overwrite=true deletes it; "
-                    "give one."
-                )
 
     @property
     def takes_gradients(self) -> bool:
@@ -334,13 +326,12 @@ def listed_stores(text: str) -> list[str]:
 
 def store_list(paths: Iterable[str]) -> str:
     """Return the list in brackets from which `listed_stores` reads some paths."""
-    return f"[{','.join(map(_listed, paths))}]"
-
-
-def _listed(path: str) -> str:
-    if "," not in path and path == path.strip().strip("'\""):
-        return path
-    return f"'{path}'" if '"' in path else f'"{path}"'
+    listed = []
+    for path in paths:
+        if "," in path or path != path.strip().strip("'\""):
+            path = f"'{path}'" if '"' in path else f'"{path}"'
+        listed.append(path)
+    return f"[{','.join(listed)}]"
 
 
 def layer_requests(config: Config) -> list[tuple[str, ReduceConfig]]:
@@ -360,17 +351,12 @@ def layer_requests(config: Config) -> list[tuple[str, ReduceConfig]]:
         pairs = [(name, config.reduce) for name in layers]
     if not pairs:
         raise ConfigError(f"layers is empty: name a layer or a preset ({', '.join(PRESETS)}).")
-    kinds = captures(config)
+    kinds = names_tuple(config.capture)
     return [
         (f"{name}:{kind}" if kind != "output" and ":" not in name else name, reduce)
         for name, reduce in pairs
         for kind in (kinds if ":" not in name else ("output",))
     ]
-
-
-def captures(config: Config) -> tuple[str, ...]:
-    """Return the option `capture` as a tuple."""
-    return names_tuple(config.capture)
 
 
 def with_statistics_at(config: Config, path: str | None) -> Config:

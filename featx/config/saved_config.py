@@ -185,16 +185,13 @@ def _resolved_but_environment(part: object) -> Any:
 
     if not isinstance(part, DictConfig | ListConfig):
         return part
-
-    def value(key: Any) -> Any:
+    keys: Any = part if isinstance(part, DictConfig) else range(len(part))
+    values: dict[str, object] = {}
+    for key in keys:
         raw = part._get_node(key)._value()  # type: ignore[union-attr]
-        if isinstance(raw, str) and "${" in raw and "env" in raw:
-            return raw
-        return _resolved_but_environment(part[key])
-
-    if isinstance(part, DictConfig):
-        return {str(key): value(key) for key in part}
-    return [value(i) for i in range(len(part))]
+        reads_environment = isinstance(raw, str) and "${" in raw and "env" in raw
+        values[str(key)] = raw if reads_environment else _resolved_but_environment(part[key])
+    return values if isinstance(part, DictConfig) else list(values.values())
 
 
 def _without_secrets(value: object, may_hold_secrets: bool) -> Any:

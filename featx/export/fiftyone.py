@@ -54,6 +54,26 @@ _RESULTS = {
 }
 """Field of a label or of a result -> its type; there is none of a job that has not run."""
 
+_OF_LABEL = {
+    "id": "ObjectIdField",
+    "tags": "ListField",
+    "label": "StringField",
+    "confidence": "FloatField",
+    "logits": "VectorField",
+}
+"""Field of a Classification -> its type."""
+
+_OF_EVERY_SAMPLE = {
+    "id": "ObjectIdField",
+    "filepath": "StringField",
+    "tags": "ListField",
+    "created_at": "DateTimeField",
+    "last_modified_at": "DateTimeField",
+    "key": "StringField",
+    "row": "IntField",
+}
+"""Field that every sample has -> its type."""
+
 _COLUMN_TYPES = {"i": "IntField", "f": "FloatField", "b": "BooleanField", "S": "StringField"}
 """Kind of a dtype of numpy -> type of the field."""
 
@@ -194,7 +214,7 @@ class FiftyOne(Format):
             "version": _VERSION,
             "media_type": "image",
             "sample_fields": [
-                *_OF_EVERY_SAMPLE,
+                *(_field(name, kind) for name, kind in _OF_EVERY_SAMPLE.items()),
                 *(_field(name, kind) for name, kind in _RESULTS.items() if name in found),
                 *(
                     _field(name, _COLUMN_TYPES[values.dtype.kind])
@@ -321,13 +341,12 @@ def _vector(values: Array) -> dict[str, object]:
     return {"$binary": {"base64": data, "subType": "00"}}
 
 
-def _field(name: str, kind: str, stored: str | None = None) -> Field:
-    """Declare a field of a class of FiftyOne; `stored` is its name in the documents, if another
-    one.
-    """
+def _field(name: str, kind: str) -> Field:
+    """Declare a field of a class of FiftyOne."""
     embedded, fields = None, list[Field]()
     if kind == "Classification":
-        embedded, fields = f"fiftyone.core.labels.{kind}", _OF_LABEL
+        embedded = f"fiftyone.core.labels.{kind}"
+        fields = [_field(name, kind) for name, kind in _OF_LABEL.items()]
         kind = "EmbeddedDocumentField"
     return {
         "name": name,
@@ -335,27 +354,8 @@ def _field(name: str, kind: str, stored: str | None = None) -> Field:
         "embedded_doc_type": embedded,
         "subfield": "fiftyone.core.fields.StringField" if kind == "ListField" else None,
         "fields": fields,
-        "db_field": stored or name,
+        "db_field": "_id" if name == "id" else name,  # its name in the documents of MongoDB
     }
-
-
-_OF_LABEL = [
-    _field("id", "ObjectIdField", stored="_id"),
-    _field("tags", "ListField"),
-    _field("label", "StringField"),
-    _field("confidence", "FloatField"),
-    _field("logits", "VectorField"),
-]
-
-_OF_EVERY_SAMPLE = [
-    _field("id", "ObjectIdField", stored="_id"),
-    _field("filepath", "StringField"),
-    _field("tags", "ListField"),
-    _field("created_at", "DateTimeField"),
-    _field("last_modified_at", "DateTimeField"),
-    _field("key", "StringField"),
-    _field("row", "IntField"),
-]
 
 
 FORMATS.register(

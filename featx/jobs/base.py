@@ -132,14 +132,36 @@ def check(config: Config, given: Collection[str] | None = None) -> None:
         raise ConfigError(
             f"job={job.name} needs store=DIR, the folder or features.h5 that it reads."
         )
-    _check_list_of_stores(config, job)
-    if job.input is Input.IMAGES:
-        _check_gradients(config, job)
+    store = config.store or ""
+    is_list = store.startswith("[") or "," in store
+    if is_list and not is_url(store) and not os.path.exists(store):  # noqa: PTH110 - see listed_stores
+        if not job.takes_several_stores:
+            raise ConfigError(
+                f"store={store}: job={job.name} reads one store. With -m and store=A,B each is a "
+                "run of its own; job=compare 'store=[A,B]' shows several in one table."
+            )
+        if not store.startswith("["):
+            raise ConfigError(f"store={store}: a list is written in brackets, 'store=[{store}]'.")
+
+    if job.input is Input.IMAGES and (job.takes_gradients or config.takes_gradients):
+        if config.compile is True:
+            raise ConfigError(
+                "compile=true does not go with gradients: a compiled pass hides where they "
+                "pass. Use compile=false."
+            )
+    elif job.input is Input.IMAGES and config.target != "predicted":
+        jobs = "".join(f" and with job={other.name}" for other in JOBS if other.takes_gradients)
+        raise ConfigError(
+            f"target={config.target} has an effect with capture=grad_output or grad_input{jobs} "
+            "only."
+        )
+
     if job.shows and config.job.show not in (None, *job.shows):
         raise ConfigError(
             f"job.show={config.job.show}: job={job.name} has {', '.join(job.shows)} only."
         )
     job.check(config)
+
     if given is None:
         given = given_by_value(config)
     for sentence in unread(config, given).values():
@@ -152,14 +174,20 @@ def unread(config: Config, names: Collection[str]) -> dict[str, str]:
     option has no effect. `names` are dotted; `model` stands for `model.name`.
     """
     job = JOBS.get(config.job.name)
-    names = {_option_of(config, name) for name in names}
+    given = set()
+    for name in names:
+        group = getattr(config, name, None)
+        is_choice = is_dataclass(group) and hasattr(group, "name")  # model=resnet50 is model.name
+        given.add(f"{name}.name" if is_choice else name)
+
     also_read = set(job.reads_with(config))
     has_store = job.input is Input.STORE_OR_OUT and config.store is not None
-    if job.input is Input.STORE_OR_OUT and not has_store and "out" not in names:
+    if job.input is Input.STORE_OR_OUT and not has_store and "out" not in given:
         # out=runs/<data>/<model>, and the options that name these two
         also_read |= {"data.name", "data.root", "data.dataset", *CUSTOM_CODE}
+
     sentences = {}
-    for name in sorted(names):
+    for name in sorted(given):
         is_read = job.may_read(name) or _is_within(name, also_read)
         if is_read and not (has_store and name == "out"):
             continue
@@ -253,17 +281,6 @@ def with_keywords(options: type) -> Callable[[FunctionT], FunctionT]:
     """
 
     def decorate(function: FunctionT) -> FunctionT:
-        defaults = Config()
-        keywords = [
-            inspect.Parameter(
-                name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=_shown_default(name, getattr(defaults, name)),
-                annotation=hint.__forward_arg__,
-            )
-            for name, hint in options.__annotations__.items()
-            if hasattr(defaults, name)  # options of groups would be a hundred more
-        ]
         plain_signature = inspect.signature(function)
         own = [
             each.replace(kind=each.POSITIONAL_OR_KEYWORD)
@@ -273,23 +290,25 @@ def with_keywords(options: type) -> Callable[[FunctionT], FunctionT]:
             if each.kind is not each.VAR_KEYWORD
         ]
         names = {each.name for each in own}
+
+        defaults, keywords = Config(), []
+        for name, hint in options.__annotations__.items():
+            if name in names or not hasattr(defaults, name):
+                continue  # options of groups would be a hundred more
+            default = getattr(defaults, name)
+            if is_dataclass(default):
+                # The name that selects a member, or {} if the group has none, and for `data`, which
+                # a job finds through its store.
+                default = {} if name == "data" else getattr(default, "name", {})
+            kind, annotation = inspect.Parameter.KEYWORD_ONLY, hint.__forward_arg__
+            keywords.append(inspect.Parameter(name, kind, default=default, annotation=annotation))
         signature = inspect.Signature(
-            [*own, *(keyword for keyword in keywords if keyword.name not in names)],
-            return_annotation=plain_signature.return_annotation,
+            [*own, *keywords], return_annotation=plain_signature.return_annotation
         )
         function.__signature__ = signature  # type: ignore[attr-defined]  # read by inspect
         return function
 
     return decorate
-
-
-def _shown_default(name: str, default: object) -> object:
-    """Return what a signature shows as the default of a keyword: for a group the name that selects
-    a member, or {} if it has none, and for `data`, which a job finds through its store.
-    """
-    if not is_dataclass(default):
-        return default
-    return {} if name == "data" else getattr(default, "name", {})
 
 
 def run(config: Config, config_yaml: str) -> int:
@@ -330,37 +349,6 @@ def _check_object_store(config: Config, job: Job) -> None:
         )
 
 
-def _check_list_of_stores(config: Config, job: Job) -> None:
-    """Refuse a list of stores that the job does not take, or that has no brackets."""
-    store = config.store or ""
-    has_brackets = store.startswith("[")
-    if not (has_brackets or "," in store) or is_url(store) or os.path.exists(store):  # noqa: PTH110 - see listed_stores
-        return
-    if not job.takes_several_stores:
-        raise ConfigError(
-            f"store={store}: job={job.name} reads one store. With -m and store=A,B each is a run "
-            "of its own; job=compare 'store=[A,B]' shows several in one table."
-        )
-    if not has_brackets:
-        raise ConfigError(f"store={store}: a list is written in brackets, 'store=[{store}]'.")
-
-
-def _check_gradients(config: Config, job: Job) -> None:
-    """Check the options that gradients need or exclude."""
-    if job.takes_gradients or config.takes_gradients:
-        if config.compile is True:
-            raise ConfigError(
-                "compile=true does not go with gradients: a compiled pass hides where they "
-                "pass. Use compile=false."
-            )
-    elif config.target != "predicted":
-        jobs = "".join(f" and with job={other.name}" for other in JOBS if other.takes_gradients)
-        raise ConfigError(
-            f"target={config.target} has an effect with capture=grad_output or grad_input{jobs} "
-            "only."
-        )
-
-
 def _readers_text(option: str) -> str:
     """Return with which jobs an option has an effect: 'with job=cka and job=probe only'."""
     readers = [f"job={job.name}" for job in JOBS if job.may_read(option)]
@@ -370,12 +358,6 @@ def _readers_text(option: str) -> str:
     *names, last = others if is_common else readers
     listed = f"{', '.join(names)} and {last}" if names else last
     return f"with all jobs except {listed}" if is_common else f"with {listed} only"
-
-
-def _option_of(config: Config, name: str) -> str:
-    """Return the option that the name of a group sets: model=resnet50 is model.name."""
-    group = getattr(config, name, None)
-    return f"{name}.name" if is_dataclass(group) and hasattr(group, "name") else name
 
 
 def _is_within(name: str, options: Collection[str]) -> bool:

@@ -74,21 +74,18 @@ def _device(config: Config) -> tuple[str, str]:
         return f"{device}: {about.name}, {size_text(about.total_memory)}; {number}", ""
     if device.type == "mps":
         return "mps: Apple GPU", ""
-    bf16 = "may compute bf16 fast" if may_have_bf16() else "computes bf16 slowly"
-    advice = ""
-    if shutil.which("nvidia-smi"):
-        advice = "there is an NVIDIA driver, but torch has no CUDA device: install a CUDA build"
-    return f"cpu: {_cpu_name()}, {bf16}", advice
 
-
-def _cpu_name() -> str:
-    """Return the name of the CPU, or the architecture where it is unknown."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    name = names[0] if names else platform.processor() or platform.machine()
+    bf16 = "may compute bf16 fast" if may_have_bf16() else "computes bf16 slowly"
+    advice = ""
+    if shutil.which("nvidia-smi"):
+        advice = "there is an NVIDIA driver, but torch has no CUDA device: install a CUDA build"
+    return f"cpu: {name}, {bf16}", advice
 
 
 def _threads(config: Config) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from featx.base import facts, log_message, name_text, print_result
-from featx.config import PRESETS, Config, DataConfig, ReduceConfig, captures, layer_requests
+from featx.config import PRESETS, Config, DataConfig, ReduceConfig, layer_requests, names_tuple
 from featx.errors import (
     ConfigError,
     DataError,
@@ -111,7 +111,7 @@ def _rows(config: Config, engine: Engine, traced: Trace, profiled: Profile) -> l
     from featx.cli import matching_names, table_rows
 
     names = _names(config, engine, traced)
-    kinds = [name.partition(":")[2] or "output" for name in names] or captures(config)
+    kinds = [name.partition(":")[2] or "output" for name in names] or names_tuple(config.capture)
     item_bytes = np.dtype(config.dtype).itemsize
     requests = [] if config.layers is None else layer_requests(config)
     has_output = any(name.startswith(("embedding", "output")) for name, _ in requests)
@@ -175,7 +175,7 @@ def _table_contents(
         modules = outline(traced)
         stage = last_stage(traced, modules)
         item_bytes = np.dtype(config.dtype).itemsize
-        rows = table_rows(traced, item_bytes, captures(config), profiled, modules)
+        rows = table_rows(traced, item_bytes, names_tuple(config.capture), profiled, modules)
         inside = f", 'layers=[{stage}.**]' for what is inside {stage}" if stage else ""
         lines += [
             ("listed", f"{len(rows)} of {num_all} layers and operations"),

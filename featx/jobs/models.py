@@ -39,18 +39,13 @@ def run(config: Config, config_yaml: str) -> int:
     if query is not None:
         print_summary(config, *_search(query, show, models, disk))
     elif show == "local":
-        print_summary(config, *_local(models, disk))
+        text = counted(len(models), "model has", "models have") + " weights on this machine"
+        table = _table(models, disk) if models else None
+        summary = {"models": [_as_json(entry, disk) for entry in models]}
+        print_summary(config, summary, text, table, _notes(models) or None)
     else:
         print_summary(config, *_overview(models, disk))
     return 0
-
-
-def _local(models: Sequence[CatalogueEntry], disk: WeightsOnDisk) -> Iterator[Any]:
-    """Yield the models whose weights are on this machine as JSON types, and sections."""
-    yield {"models": [_as_json(entry, disk) for entry in models]}
-    yield counted(len(models), "model has", "models have") + " weights on this machine"
-    yield _table(models, disk) if models else None
-    yield _notes(models) or None
 
 
 def _overview(models: Sequence[CatalogueEntry], disk: WeightsOnDisk) -> Iterator[Any]:
@@ -128,20 +123,19 @@ def _search(
 
 
 def _table(entries: Sequence[CatalogueEntry], disk: WeightsOnDisk) -> Table:
+    rows = []
+    for entry in entries:
+        height, width = entry.input_size or (0, 0)
+        side = "" if not height else str(height) if height == width else f"{height}x{width}"
+        millions = "" if entry.parameters is None else f"{entry.parameters / 1e6:.1f} M"
+        num_bytes = disk.size_of(entry)
+        has_weights = entry.library == "packaged" or bool(entry.tag)
+        size_on_disk = size_text(num_bytes) if num_bytes else "no" if has_weights else ""
+        licence = entry.licence.removesuffix("-license")
+        figures = (str(entry.width or ""), side, millions, size_on_disk, licence)
+        rows.append((entry.option, entry.library, *(text or _NO_FIGURE for text in figures)))
     header = ("model=", "library", "embedding", "input", "parameters", "on disk", "licence")
-    return Table(header, [_cells(entry, disk) for entry in entries], left=2)
-
-
-def _cells(entry: CatalogueEntry, disk: WeightsOnDisk) -> tuple[str, ...]:
-    height, width = entry.input_size or (0, 0)
-    side = "" if not height else str(height) if height == width else f"{height}x{width}"
-    millions = "" if entry.parameters is None else f"{entry.parameters / 1e6:.1f} M"
-    num_bytes = disk.size_of(entry)
-    has_weights = entry.library == "packaged" or bool(entry.tag)
-    size_on_disk = size_text(num_bytes) if num_bytes else "no" if has_weights else ""
-    licence = entry.licence.removesuffix("-license")
-    figures = (str(entry.width or ""), side, millions, size_on_disk, licence)
-    return (entry.option, entry.library, *(text or _NO_FIGURE for text in figures))
+    return Table(header, rows, left=2)
 
 
 def _as_json(entry: CatalogueEntry, disk: WeightsOnDisk) -> dict[str, object]:

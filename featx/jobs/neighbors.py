@@ -241,11 +241,18 @@ def _facts_of_all(
     same_text = None
     if same is not None and retrieval is None:  # recall@1 says the same
         same_text = f"{same:.1%} of the nearest ones"
+    found = None
+    if index is not None:
+        found = (
+            f"{index.recall:.2%} of the nearest rows, measured on {index.num_measured_rows} rows "
+            f"by exact\nsearch; {index.num_probed_lists} of {index.num_lists} lists (nprobe) were "
+            "searched for each row"
+        )
     return [
         ("layer", summary["layer"]),
         ("rows", f"{summary['rows']}, {summary['k']} nearest of each"),
         ("metric", _metric_text(config)),
-        ("found", None if index is None else _index_text(index)),
+        ("found", found),
         ("same class", same_text),
         ("retrieval", None if retrieval is None else _retrieval_text(retrieval)),
         ("files", "\n".join(summary["files"])),
@@ -274,15 +281,6 @@ def _index(recall: float, store: FeatureStore, layer: str, config: Config) -> Ro
             "exact and hardly slower"
         )
     return index
-
-
-def _index_text(index: RowIndex) -> str:
-    """Describe how the index found the rows, and its recall."""
-    return (
-        f"{index.recall:.2%} of the nearest rows, measured on {index.num_measured_rows} rows by "
-        f"exact\nsearch; {index.num_probed_lists} of {index.num_lists} lists (nprobe) were "
-        "searched for each row"
-    )
 
 
 def _retrieval_text(retrieval: Json) -> str:

@@ -4,15 +4,15 @@ from .durability import TEMPORARY_PREFIX as TEMPORARY_PREFIX
 from .durability import PositionedFile as PositionedFile
 from .durability import ReservedFile as ReservedFile
 from .durability import UnfinishedFile as UnfinishedFile
+from .durability import disk_mismatch_error as disk_mismatch_error
+from .durability import memory_mismatch_error as memory_mismatch_error
 from .durability import storage_errors as storage_errors
 from .durability import sync_entries as sync_entries
 from .local_file import RawFile as RawFile
 from .local_file import is_local as is_local
 from .local_folder import AtomicFolder as AtomicFolder
 from .local_folder import check_writable as check_writable
-from .local_folder import disk_mismatch_error as disk_mismatch_error
 from .local_folder import exclusive_lock as exclusive_lock
-from .local_folder import memory_mismatch_error as memory_mismatch_error
 from .s3_file import S3File as S3File
 from .s3_file import prefetch_files as prefetch_files
 from .s3_folder import open_folder as open_folder

@@ -1,7 +1,7 @@
 """Durable files of a disk: writes with retries, syncs, and names that only complete files get.
 
 `TemporaryFile` and `UnfinishedFile` get their final name when they are complete and on the disk;
-the second one is written bit by bit. The error of a write that keeps failing is `storage_error`.
+the second one is written bit by bit. `storage_error` is the error of a write that keeps failing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from featx.base import signal_handlers
-from featx.errors import FeatxError, ObjectStoreError, StorageError
+from featx.errors import FeatxError, ObjectStoreError, RunError, StorageError
 
 T = TypeVar("T")
 
@@ -113,6 +113,24 @@ def storage_error(path: Path | str, error: OSError, doing: str = "writing") -> S
         hint = "When the disk works again, give the same command again"
     return StorageError(
         f"{doing} {path} failed: {error.strerror or error}. Nothing committed is lost. {hint}."
+    )
+
+
+def memory_mismatch_error(path: Path | str, dataset: str) -> RunError:
+    """Error for an HDF5 file in memory of which a dataset differs from what was written to it."""
+    return RunError(
+        f"{path} was not written: reading /{dataset} back from memory gives other values. The "
+        "cause is this machine's memory or a library (h5py, hdf5plugin). Nothing committed is "
+        "lost. Give the same command again; if it fails again, use another machine."
+    )
+
+
+def disk_mismatch_error(path: Path, what: str) -> RunError:
+    """Error for a file of which a part, `what`, gives back other bytes than were written to it."""
+    return RunError(
+        f"{path} was not written: reading {what} back from the disk gives other bytes. Nothing "
+        "committed is lost. Check the disk and the memory of this machine, and give the same "
+        "command again."
     )
 
 
@@ -228,20 +246,14 @@ def signals_between_calls() -> Iterator[None]:
 class TemporaryFile:
     """New file under a temporary name in the folder of its final one, open for any access.
 
-    It is deleted at the end of a `with` block unless it got its final name, by the process that
-    created it and not by a forked child. Raises OSError if the file cannot be created.
+    `discard` deletes it unless it got its final name, in the process that created it and not in a
+    forked child. Raises OSError if the file cannot be created.
     """
 
     def __init__(self, path: Path) -> None:
         self._path, self._temporary = path, temporary_name(path)
         self.descriptor = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         self._process = os.getpid()
-
-    def __enter__(self) -> TemporaryFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.discard()
 
     def sync_and_name(self, replace: bool, check: Callable[[], None] | None = None) -> bool:
         """Sync the file, check it, and give it its final name; see `take_name`.

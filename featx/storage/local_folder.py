@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from io import BufferedRandom
 from pathlib import Path
 
-from featx.errors import FeatxError, RunError, StoreError, StoreLockedError
+from featx.errors import FeatxError, StoreError, StoreLockedError
 from featx.storage.durability import (
     TEMPORARY_PREFIX,
     TRANSIENT_ERRORS,
@@ -138,7 +138,7 @@ class AtomicFolder:
         """
         with contextlib.suppress(OSError):
             path.parent.mkdir(exist_ok=True)
-            with TemporaryFile(path) as file:
+            with self._temporary(path) as file:
                 write_all(file.descriptor, text.encode(), 0)
                 file.take_name(replace=True)
 
@@ -280,21 +280,25 @@ class AtomicFolder:
                 file.sync_and_name(replace)
             sync_entries(path.parent, path)
 
-    def _temporary(self, path: Path, has_lock: bool) -> TemporaryFile:
-        """Begin a new file.
+    @contextlib.contextmanager
+    def _temporary(self, path: Path, has_lock: bool = True) -> Iterator[TemporaryFile]:
+        """New file that is deleted at the end of the block unless it got its final name.
 
         Without the lock of the folder, temporary files that dead processes have left for the same
         path are deleted first. The new one is locked until it is closed; the kernel releases the
         lock of a killed process.
         """
-        if has_lock:
-            return TemporaryFile(path)
-        for leftover in path.parent.glob(f"{TEMPORARY_PREFIX}{glob.escape(path.name)}.*"):
-            self.remove_leftover(leftover)
+        if not has_lock:
+            for leftover in path.parent.glob(f"{TEMPORARY_PREFIX}{glob.escape(path.name)}.*"):
+                self.remove_leftover(leftover)
         file = TemporaryFile(path)
-        with contextlib.suppress(OSError):
-            fcntl.flock(file.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return file
+        try:
+            if not has_lock:
+                with contextlib.suppress(OSError):
+                    fcntl.flock(file.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield file
+        finally:
+            file.discard()
 
 
 _ADVICE = (
@@ -416,21 +420,3 @@ def _write_holder(descriptor: int, text: str) -> None:
     with contextlib.suppress(OSError):
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, text.encode(), 0)
-
-
-def memory_mismatch_error(path: Path | str, dataset: str) -> RunError:
-    """Error for an HDF5 file in memory of which a dataset differs from what was written to it."""
-    return RunError(
-        f"{path} was not written: reading /{dataset} back from memory gives other values. The "
-        "cause is this machine's memory or a library (h5py, hdf5plugin). Nothing committed is "
-        "lost. Give the same command again; if it fails again, use another machine."
-    )
-
-
-def disk_mismatch_error(path: Path, what: str) -> RunError:
-    """Error for a file of which a part, `what`, gives back other bytes than were written to it."""
-    return RunError(
-        f"{path} was not written: reading {what} back from the disk gives other bytes. Nothing "
-        "committed is lost. Check the disk and the memory of this machine, and give the same "
-        "command again."
-    )

@@ -208,9 +208,9 @@ class ChunkFile:
             step, address = max(1, _PIECE_BYTES // values.itemsize), dataset.id.get_offset()
             for start in range(0, len(values), step):
                 rows = np.ascontiguousarray(values[start : start + step]).view(np.uint8).data
-                rows_address = address + start * values.itemsize
+                rows_address, checksum = address + start * values.itemsize, layout.checksum(rows)
                 self._target.write(rows, rows_address)
-                self._extents[rows_address] = len(rows), layout.checksum(rows), path
+                self._extents[rows_address] = len(rows), checksum, path
         checksum = layout.checksum(np.ascontiguousarray(values))
         write_values(self.hdf5, f"{layout.CHECKSUMS}/{path}", np.array([checksum], np.uint64))
 
@@ -228,6 +228,7 @@ class ChunkFile:
         self._close()
         target = self._target
         assert target is not None
+
         # Address and end of the areas that HDF5 has written between the rows.
         gaps, stop = [], 0
         for address, (size, *_) in sorted(self._extents.items()):
@@ -236,6 +237,7 @@ class ChunkFile:
             stop = address + size
         if (end := self._image.seek(0, io.SEEK_END)) > stop:
             gaps.append((stop, end))
+
         for start, stop in gaps:
             target.write(self._pread(stop - start, start), start)
         return target.finish(functools.partial(self._compare, target, gaps))

@@ -93,6 +93,7 @@ class RowFile:
         make_groups(file.hdf5, listing)
         for name in (layout.FEATURES, f"{layout.CHECKSUMS}/{layout.FEATURES}"):
             file.hdf5.create_group(name)
+
         grid, max_rows = self._grid(self.runs[0])
         types = {path: values.dtype for path, values in row_values(listing).items()}
         types |= {layout.STATUS: np.dtype("u1"), layout.IMAGE_CHECKSUM: np.dtype("<u8")}
@@ -100,6 +101,7 @@ class RowFile:
             file.create(path, (len(self),), dtype, grid.column_chunk_rows, max_rows)
         names = json.dumps({int(status): status.label for status in Status})
         write_attributes(file.hdf5[layout.STATUS], {"names": names})
+
         for spec, run in self.layers.values():
             grid, max_rows = self._grid(run)
             dataset = file.create(
@@ -113,6 +115,7 @@ class RowFile:
             )
             tokens = geometry_values(run.tokens.get(spec.name))
             write_attributes(dataset, {**layout.layer_attributes(spec), **tokens})
+
         file.seal()
 
     def _grid(self, run: Run) -> tuple[layout.Grid, int]:

@@ -199,6 +199,7 @@ def test_torchvision_is_fed_the_size_that_it_is_built_for() -> None:
         ({"input_size": [320, 256]}, "crop squares"),
         ({"args": {"weights": "x"}}, r"model\.weights"),
         ({"args": {"zero_init": True}}, "unexpected keyword argument 'zero_init'"),
+        ({"args": {"seed": 1}}, "unexpected keyword argument 'seed'"),
     ],
 )
 def test_what_is_refused_of_torchvision(options: dict[str, Any], message: str) -> None:

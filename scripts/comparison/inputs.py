@@ -218,10 +218,16 @@ def make_slides(folder: Path) -> None:
         return
     pixels = np.asarray(make_image(70, 500, 400))
     (folder / "slides").mkdir()
-    options = {"tile": (128, 128), "compression": "zlib", "photometric": "rgb"}
     with tifffile.TiffWriter(folder / "slides" / "a.tif") as file:
-        file.write(pixels, metadata=None, **options)
-        file.write(pixels[::2, ::2], metadata=None, subfiletype=1, **options)
+        for level, kind in ((pixels, 0), (pixels[::2, ::2], 1)):
+            file.write(
+                level,
+                photometric="rgb",
+                tile=(128, 128),
+                compression="zlib",
+                subfiletype=kind,
+                metadata=None,
+            )
     boxes = [f"a.tif,{x},{y},96,96" for x in (0, 90, 250) for y in (0, 130, 1000)]
     text = "\n".join(["path,x,y,width,height", *boxes])
     (folder / "slide-boxes.csv").write_text(text)

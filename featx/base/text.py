@@ -111,7 +111,7 @@ def facts(rows: Sequence[tuple[str, str]], width: int = WIDTH) -> str:
                 pieces.append(line)
             elif line.startswith(_COMMAND):
                 pieces += _broken_command(line, width - indent)
-            else:
+            else:  # between words
                 pieces += textwrap.wrap(
                     line,
                     width - indent,

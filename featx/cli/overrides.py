@@ -238,7 +238,7 @@ def _translate(
         if len(kinds) > 1:
             raise ConfigError(f"data={value}: one sweep takes paths of one kind.")
         return [f"data={kinds.pop()}", "data.root=" + ",".join(quoted(piece) for piece in pieces)]
-    if key == "data" and value in ("csv", "tsv", "parquet"):
+    if key == "data" and value in ("csv", "tsv", "parquet"):  # files that data=table reads
         return ["data=table"]
 
     # A mapping with arbitrary keys, or an entry of one: Hydra adds none without this sign.

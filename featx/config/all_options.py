@@ -159,6 +159,7 @@ def _kind_of(hint: object) -> Kind:
         names = {f.name for f in fields(hint)}
         return Kind.GROUP if "name" in names else Kind.SECTION
 
+    # A value may have several forms: `layers` is a text, a list of texts, or a mapping.
     forms = set()
     for part in map(without_marks, alternatives(hint)):
         origin = get_origin(part)

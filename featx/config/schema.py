@@ -32,27 +32,14 @@ def from_composed(options: Mapping[str, Any] | DictConfig) -> Config:
     `options` are all, those of all members included: the node that Hydra composed, or the values
     that `from_keywords` returned. Raises ConfigError if one is unknown or invalid.
     """
-    from omegaconf import DictConfig, ListConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     try:
         node = node_to_resolve(options)
-        if node is None:
-            return from_values(options)
-
-        # A list in `out`, as in ${layers}, becomes layer4+avgpool: brackets are no folder.
-        out = OmegaConf.to_container(node, resolve=False)["out"]  # type: ignore[call-overload,index]
-        names = re.findall(r"\$\{([\w.]+)\}", out) if isinstance(out, str) else []
-        for name in names:
-            value = OmegaConf.select(node, name)
-            if isinstance(value, DictConfig | ListConfig):
-                text = "+".join(re.sub(r"[^\w.+@=-]", "_", str(each)) for each in value)
-                out = out.replace(f"${{{name}}}", text)
-        node.out = out
-        values = OmegaConf.to_container(node, resolve=True)
+        values = options if node is None else _resolved(node)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
-    return from_values(values)  # type: ignore[arg-type]  # texts are the keys
+    return from_values(values)
 
 
 def node_to_resolve(options: Mapping[str, object] | DictConfig) -> DictConfig | None:
@@ -74,6 +61,23 @@ def _has_interpolation(value: object) -> bool:
     if isinstance(value, list):
         return any(map(_has_interpolation, value))
     return isinstance(value, str) and "${" in value
+
+
+def _resolved(node: DictConfig) -> Any:
+    """Values of a node. A list in `out`, as in ${layers}, becomes layer4+avgpool: brackets are no
+    folder.
+    """
+    from omegaconf import DictConfig, ListConfig, OmegaConf
+
+    out = OmegaConf.to_container(node, resolve=False)["out"]  # type: ignore[call-overload,index]
+    names = re.findall(r"\$\{([\w.]+)\}", out) if isinstance(out, str) else []
+    for name in names:
+        value = OmegaConf.select(node, name)
+        if isinstance(value, DictConfig | ListConfig):
+            text = "+".join(re.sub(r"[^\w.+@=-]", "_", str(each)) for each in value)
+            out = out.replace(f"${{{name}}}", text)
+    node.out = out
+    return OmegaConf.to_container(node, resolve=True)
 
 
 def from_values(values: Mapping[str, Any]) -> Config:

@@ -132,6 +132,8 @@ def check(config: Config, given: Collection[str] | None = None) -> None:
         raise ConfigError(
             f"job={job.name} needs store=DIR, the folder or features.h5 that it reads."
         )
+
+    # A list of stores that the job does not take, or that has no brackets.
     store = config.store or ""
     is_list = store.startswith("[") or "," in store
     if is_list and not is_url(store) and not os.path.exists(store):  # noqa: PTH110 - see listed_stores
@@ -143,6 +145,7 @@ def check(config: Config, given: Collection[str] | None = None) -> None:
         if not store.startswith("["):
             raise ConfigError(f"store={store}: a list is written in brackets, 'store=[{store}]'.")
 
+    # Options that gradients exclude, or need.
     if job.input is Input.IMAGES and (job.takes_gradients or config.takes_gradients):
         if config.compile is True:
             raise ConfigError(

@@ -80,6 +80,7 @@ def _device(config: Config) -> tuple[str, str]:
     except OSError:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    # The architecture stands for a name that is unknown.
     name = names[0] if names else platform.processor() or platform.machine()
     bf16 = "may compute bf16 fast" if may_have_bf16() else "computes bf16 slowly"
     advice = ""

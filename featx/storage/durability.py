@@ -218,7 +218,7 @@ class ReservedFile(PositionedFile):
 
 
 @contextlib.contextmanager
-def signals_between_calls() -> Iterator[None]:
+def signals_between_calls(file: ReservedFile) -> Iterator[None]:
     """Delay signals that arrive while HDF5 calls a file object, to the end of the block.
 
     h5py ignores an exception of such a call while it closes a dataset: the interrupt is lost, and
@@ -231,7 +231,7 @@ def signals_between_calls() -> Iterator[None]:
     def handle(signum: int, frame: FrameType | None) -> None:
         caller = frame
         while caller is not None:
-            if caller.f_code.co_filename == __file__:
+            if caller.f_locals.get("self") is file:
                 delayed.append(signum)
                 return
             caller = caller.f_back

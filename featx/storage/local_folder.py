@@ -159,7 +159,7 @@ class AtomicFolder:
         with self._new_file(path, replace=False) as temporary:
             file = ReservedFile(temporary.descriptor, size)
             try:
-                with signals_between_calls():
+                with signals_between_calls(file):
                     yield file
             except Exception:
                 file.raise_failure()  # a failed write is the cause of the error at hand

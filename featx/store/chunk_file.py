@@ -156,34 +156,18 @@ class ChunkFile:
     def append(self, path: str, first: int, rows: Array) -> None:
         """Add the next rows of a dataset, as stored; several threads encode them.
 
-        Rows of a chunk whose last row has not arrived are copied.
+        Rows of an incomplete chunk are copied.
         """
         chunks = self.chunked[path]
         require(first == chunks.stop, "the rows of a file have to arrive in order")
-        number, is_long = first // chunks.step, len(rows) > chunks.step
-
-        complete: list[Array] = []
-        while len(rows):
-            stop = min((chunks.stop // chunks.step + 1) * chunks.step, chunks.shape[0])
-            some, rows = rows[: stop - chunks.stop], rows[stop - chunks.stop :]
-            chunks.stop += len(some)
-            if chunks.stop < stop:
-                chunks.incomplete.append(some.copy())
-                break
-            blocks, chunks.incomplete = [*chunks.incomplete, some], []
-            # HDF5 stores whole chunks; the rows that are added here are never read.
-            if missing := -chunks.stop % chunks.step:
-                blocks.append(np.zeros((missing, *some.shape[1:]), some.dtype))
-            whole = np.concatenate(blocks) if len(blocks) > 1 else some
-            complete.append(np.ascontiguousarray(whole))
-
+        number = first // chunks.step
         encode = functools.partial(self._encode, path, chunks.pipeline)
-        if chunks.pipeline.filters and is_long:
+        if chunks.pipeline.filters and len(rows) > chunks.step:
             # h5py compresses under one lock; without it, two threads write half as fast again.
             with ThreadPoolExecutor(num_cpus()) as threads:
-                encoded = iter(list(threads.map(encode, complete)))
+                encoded = iter(list(threads.map(encode, chunks.complete(rows))))
         else:
-            encoded = map(encode, complete)
+            encoded = map(encode, chunks.complete(rows))
         for data in encoded:
             self._write(path, number, data)
             number += 1

@@ -81,6 +81,23 @@ class WrittenChunks:
         """Position of the first value of a chunk in the dataset."""
         return (number * self.step, *(0,) * len(self.shape[1:]))
 
+    def complete(self, rows: Array) -> Iterator[Array]:
+        """Add the next rows; yields the chunks that are complete, and copies the other rows.
+
+        Rows in another order of memory, as maps in channels_last, are copied chunk by chunk.
+        """
+        while len(rows):
+            stop = min((self.stop // self.step + 1) * self.step, self.shape[0])
+            some, rows = rows[: stop - self.stop], rows[stop - self.stop :]
+            self.stop += len(some)
+            if self.stop < stop:
+                self.incomplete.append(some.copy())
+                return
+            blocks, self.incomplete = [*self.incomplete, some], []
+            if missing := -self.stop % self.step:  # HDF5 stores whole chunks; these are never read
+                blocks.append(np.zeros((missing, *some.shape[1:]), some.dtype))
+            yield np.ascontiguousarray(np.concatenate(blocks) if len(blocks) > 1 else some)
+
 
 def write_chunk_table(
     file: h5py.File,

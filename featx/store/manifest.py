@@ -291,13 +291,20 @@ def load_manifest(root: Path) -> tuple[Manifest | None, bool]:
     Return the manifest or None, and whether featx.json itself is intact. Raises StoreError if it is
     damaged and there is no copy, or it has a newer format.
     """
-    damage: DamagedManifestError | None = None
     try:
-        if (manifest := read_manifest(root)) is not None:
-            return manifest, True
-    except DamagedManifestError as error:
-        damage = error
+        manifest = read_manifest(root)
+    except DamagedManifestError:
+        if (copy := _find_copy(root)) is None:
+            raise
+        return copy, False
+    if manifest is not None:
+        return manifest, True
+    copy = _find_copy(root)
+    return copy, copy is None
 
+
+def _find_copy(root: Path) -> Manifest | None:
+    """Manifest with the most runs among the copies in features.h5 and the parts, or None."""
     copies: list[Manifest] = []
     for path in [root / layout.PACKED, *paths_in(root / layout.PARTS, layout.PART_GLOB)]:
         try:
@@ -305,11 +312,7 @@ def load_manifest(root: Path) -> tuple[Manifest | None, bool]:
                 copies.append(Manifest.from_json(bytes(file.attrs[layout.MANIFEST_COPY]), path))
         except (StoreError, *layout.UNREADABLE):
             continue  # one of them is enough
-    if copies:
-        return max(copies, key=lambda manifest: len(manifest.runs)), False
-    if damage is not None:
-        raise damage
-    return None, True
+    return max(copies, key=lambda manifest: len(manifest.runs), default=None)
 
 
 def require_manifest(root: Path) -> Manifest:

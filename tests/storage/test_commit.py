@@ -24,6 +24,7 @@ from system_calls import Calls, watched
 
 from featx.errors import FeatxError, RunError, StoreError, StoreLockedError
 from featx.storage import AtomicFolder, ReservedFile, exclusive_lock
+from featx.storage.durability import with_retries
 
 pytestmark = pytest.mark.usefixtures("without_retry_waits")
 
@@ -515,3 +516,18 @@ def test_a_signal_while_hdf5_writes_ends_the_block(
         with pytest.raises(KeyboardInterrupt):
             write(number)
         assert list(tmp_path.iterdir()) == []
+
+
+def test_a_signal_while_another_file_is_written_interrupts_at_once(tmp_path: Path) -> None:
+    """Only calls by h5py delay it, to whose file the block may write for hours."""
+    after = []
+
+    def write_both() -> None:
+        with AtomicFolder(tmp_path).reserve_file(tmp_path / "f.h5", 10):
+            with_retries(tmp_path / "other", lambda: signal.raise_signal(signal.SIGINT))
+            after.append("the block continued")
+
+    with pytest.raises(KeyboardInterrupt):
+        write_both()
+    assert after == []
+    assert list(tmp_path.iterdir()) == []

@@ -81,6 +81,21 @@ def test_the_rows_handed_over_are_not_kept(tmp_path: Path, streamed_bytes: int) 
     assert np.array_equal(FeatureStore(tmp_path / "store")["x"][:], run.features["x"])
 
 
+def test_maps_in_channels_last_are_copied_chunk_by_chunk(tmp_path: Path) -> None:
+    run = make_run(256, 256, {"x": (256, 14, 14)}, dtype="float32")
+    rows = np.zeros((64, 14, 14, 256), np.float32).transpose(0, 3, 1, 2)
+    with run.session(tmp_path / "store").hold() as session:
+        [part] = session.missing()
+        builder = session.begin_part(part, run.specs, streamed_bytes=0)
+        tracemalloc.start()
+        try:
+            builder.add(0, {"x": rows}, [])
+            assert tracemalloc.get_traced_memory()[1] < rows.nbytes / 2
+        finally:
+            tracemalloc.stop()
+            builder.discard()
+
+
 def test_rows_out_of_order_are_refused(tmp_path: Path) -> None:
     run = make_run(8, 8, {"x": (3,)})
     with run.session(tmp_path / "store").hold() as session:

@@ -254,6 +254,25 @@ def plain_rows(
     They are dataset name -> (B, ...) float32 on the CPU. `explain_missing_plain_path` must accept
     the captures. Raises ModelError if the forward pass fails.
     """
+    library = model.backbone.embedding
+    are_embeddings = all(p.name == "embedding" and r.name in _UNCHANGED for p, r in chosen)
+    with model.named_failure(x), torch.no_grad(), eval_mode(model.module):
+        if library is not None and are_embeddings:
+            rows = {"embedding": library.compute(x.clone())}
+        else:
+            values = _captured_values(model.module, chosen, x)
+            rows = {
+                point.name: bound_reduction(reduce, model.row_layout(point, value))(value)
+                for point, reduce in chosen
+                if (value := values.get(point.name)) is not None  # None: the layer was not called
+            }
+    return {name: value.float().cpu() for name, value in rows.items()}
+
+
+def _captured_values(
+    module: nn.Module, chosen: ChosenLayers, x: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Copies of the captured tensors of one forward pass, by hooks of PyTorch."""
     values: dict[str, torch.Tensor] = {}
     calls: dict[str, int] = {}
 
@@ -264,24 +283,12 @@ def plain_rows(
             value = pick(inputs if point.capture == "input" else output, point)
             values[point.name] = value.detach().clone()
 
-    library = model.backbone.embedding
-    are_embeddings = all(p.name == "embedding" and r.name in _UNCHANGED for p, r in chosen)
-    with model.named_failure(x), torch.no_grad(), eval_mode(model.module):
-        if library is not None and are_embeddings:
-            rows = {"embedding": library.compute(x.clone())}
-        else:
-            with ModuleHooks() as hooks:
-                for point, _ in chosen:
-                    part, hook = model.module.get_submodule(point.module), partial(keep, point)
-                    if point.capture == "input":
-                        hooks.add(part, hook)
-                    else:
-                        hooks.add(part, after=hook)
-                model.module(x.clone())
-            rows = {}
-            for point, reduce in chosen:
-                if point.name in values:  # the layer was called
-                    value = values[point.name]
-                    bound = bound_reduction(reduce, model.row_layout(point, value))
-                    rows[point.name] = bound(value)
-    return {name: value.float().cpu() for name, value in rows.items()}
+    with ModuleHooks() as hooks:
+        for point, _ in chosen:
+            part, hook = module.get_submodule(point.module), partial(keep, point)
+            if point.capture == "input":
+                hooks.add(part, hook)
+            else:
+                hooks.add(part, after=hook)
+        module(x.clone())
+    return values

@@ -19,7 +19,6 @@ from featx.errors import (
     WeightsError,
 )
 from featx.jobs.base import JOBS, Input, Job
-from featx.layers import Trace
 from featx.models import build_backbone, resolve_library
 from featx.pipeline import list_images
 from featx.types import Listing, Source
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from featx.engine import Engine
-    from featx.layers import CapturePoint, Profile
+    from featx.layers import CapturePoint, Profile, Trace
     from featx.models import Backbone
 
 _TRIED_IMAGES = 16

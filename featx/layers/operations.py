@@ -126,7 +126,10 @@ class OperationRecorder(TorchFunctionMode):
         frames.running.append(_Frame(name))
 
     def _open_frame(self, name: str, module: nn.Module, args: object, kwargs: object) -> None:
-        """Report the operations from here on, unless they are those of a module of torch.nn."""
+        """Report the operations from here on, unless they are the module's own.
+
+        This is the leaf rule of torch.fx: modules of torch.nn are leaves, apart from nn.Sequential.
+        """
         frame = self._frames.running[-1]
         # A parametrised module, as of weight_norm, has a class of torch.nn.utils.parametrize.
         package = type_before_parametrizations(module).__module__

@@ -181,7 +181,7 @@ def run_parts(
                         f"{counted(num_lost, 'computed row')} of part {part.index}"
                     )
                 raise Interrupted(stop.signum)
-            commits.finish(wait=False)
+            commits.check()
             if part_rows is None:
                 part_rows = sink.begin_part(part)
                 if heartbeat is not None:
@@ -259,13 +259,15 @@ class _Commits(Generic[PartRowsT]):
         self.finish()
         self._pending = self._thread.submit(self._commit, rows)
 
-    def finish(self, wait: bool = True) -> None:
-        """Wait until the last part is committed, and raise the error of its commit; without `wait`
-        only if it has ended already.
-        """
-        pending = self._pending
-        if pending is not None and (wait or pending.done()):
-            self._pending = None
+    def check(self) -> None:
+        """Raise the error of the last commit if it has failed already; does not wait."""
+        if self._pending is not None and self._pending.done():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until the last part is committed; raise the error of its commit."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
             pending.result()
 
     def _commit(self, rows: PartRowsT) -> None:

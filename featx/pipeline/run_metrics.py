@@ -27,7 +27,7 @@ LONG_RUN_S = 5.0
 """Seconds from which on the first batches no longer dominate the seconds of the model."""
 
 INTERVAL_S = 10.0
-"""Seconds between two writes during a run."""
+"""Seconds between two writes of the metrics file during a run."""
 
 _METRICS = {
     "images": ("gauge", "Number of images of the run."),
@@ -39,7 +39,7 @@ _METRICS = {
     "run_active": ("gauge", "1 while the run is at work, 0 after its end."),
     "run_succeeded": ("gauge", "1 if the last run ended without an error, otherwise 0."),
 }
-"""Name without prefix -> type and help text."""
+"""Name in the metrics file, without prefix -> type and help text."""
 
 
 @dataclass

@@ -96,7 +96,7 @@ def worker_spec(
                 "Define its class in a module that can be imported, open files in its first read, "
                 "or leave executor and its options out."
             ) from error
-        source = None
+        source = None  # workers open it themselves
     return WorkerSpec(
         root=session.root.absolute(),
         driver=heartbeat_name(os.getpid()),

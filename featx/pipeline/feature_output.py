@@ -63,7 +63,7 @@ Observe = Callable[[RunContext, StoreSession], RunObserver]
 """Creates the observer of a run from its context and its open write session."""
 
 
-@dataclass
+@dataclass(eq=False)
 class FeaturePart:
     part: Part
     builder: PartBuilder

@@ -194,6 +194,10 @@ def test_a_touched_image_is_read_once(photos: Path, compared: list[bytes]) -> No
 def test_an_image_that_was_just_written_is_read_until_it_rests(
     photos: Path, compared: list[bytes]
 ) -> None:
+    # The first run of a process may take longer than an image counts as just written.
+    extract(photos, out="first", **LENIENT)
+    for photo in sorted_photos(photos):
+        os.utime(photo)
     extract(photos, **LENIENT)
     extract(photos, **LENIENT)
     assert len(compared) == 21

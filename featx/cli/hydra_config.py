@@ -47,9 +47,7 @@ _NULL = "tag:yaml.org,2002:null"
 class Members(ConfigSource):
     """Config source with the members of one family; `job=status` imports no other job.
 
-    The path of the source is the name of the group. The group `model` has a config for every name
-    of a model, such as `model=resnet50`, and for every model library; whether the model exists is
-    checked when it is built.
+    The path of the source is the name of the group.
     """
 
     families: ClassVar[Mapping[str, Registry[Any]]] = {}
@@ -58,17 +56,14 @@ class Members(ConfigSource):
     def scheme() -> str:
         return "members"
 
+    def options(self, name: str) -> dict[str, str]:
+        """Return the options that a choice sets."""
+        return {"name": self.families[self.path].get(name).name}
+
     def load_config(self, config_path: str) -> ConfigResult:
-        choice = config_path.removesuffix(".yaml").partition("/")[2]
-        if self.path == "model":
-            options = model_choice(choice)
-        else:
-            options = {"name": self.families[self.path].get(choice).name}
+        node = OmegaConf.create(self.options(_choice(config_path)))
         return ConfigResult(
-            provider=self.provider,
-            path=config_path,
-            config=OmegaConf.create(options),
-            header={"package": None},
+            provider=self.provider, path=config_path, config=node, header={"package": None}
         )
 
     def available(self) -> bool:
@@ -78,15 +73,37 @@ class Members(ConfigSource):
         return config_path.rstrip("/") == self.path
 
     def is_config(self, config_path: str) -> bool:
-        group, slash, choice = config_path.removesuffix(".yaml").partition("/")
-        if group != self.path or not slash:
-            return False
-        return self.path == "model" or choice in self.families[self.path]
+        is_choice = config_path.startswith(f"{self.path}/")
+        return is_choice and _choice(config_path) in self.families[self.path]
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        if self.path == "model" or results_filter is ObjectType.GROUP:
-            return []
-        return [*self.families[self.path].names()] if self.is_group(config_path) else []
+        has_names = self.is_group(config_path) and results_filter is not ObjectType.GROUP
+        return [*self.families[self.path].names()] if has_names else []
+
+
+class AnyModel(Members):
+    """A config for every model name, such as `model=resnet50`, and for every model library.
+
+    It is last in Hydra's search path, so a YAML file of that name of the user (`--config-dir`)
+    takes precedence. Whether the model exists is checked when it is built.
+    """
+
+    @staticmethod
+    def scheme() -> str:
+        return "any-model"
+
+    def options(self, name: str) -> dict[str, str]:
+        return model_choice(name)
+
+    def is_config(self, config_path: str) -> bool:
+        return config_path.startswith(f"{self.path}/")
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        return []
+
+
+def _choice(config_path: str) -> str:
+    return config_path.removesuffix(".yaml").partition("/")[2]
 
 
 class ConfigFiles(FileConfigSource):
@@ -232,8 +249,7 @@ class _SearchPath(SearchPathPlugin):
             search_path.append("command-line", f"{ConfigFiles.scheme()}://{folder}")
         for group in Members.families:
             search_path.append("featx", f"{Members.scheme()}://{group}")
-        # Behind the folders, so that a YAML file of the user has precedence over a model's name.
-        search_path.append("featx", f"{Members.scheme()}://model")
+        search_path.append("featx", f"{AnyModel.scheme()}://model")
 
 
 def register_with_hydra(jobs: Registry[Any], config_dirs: Sequence[Path] = ()) -> None:
@@ -243,7 +259,7 @@ def register_with_hydra(jobs: Registry[Any], config_dirs: Sequence[Path] = ()) -
     groups = [group for group in member_groups().values() if group.selector == "name"]
     Members.families = {"job": jobs, **{group.name: family(group.option) for group in groups}}
     _SearchPath.folders = tuple(config_dirs)
-    for plugin in (Members, ConfigFiles, Experiments, _SearchPath):
+    for plugin in (AnyModel, Members, ConfigFiles, Experiments, _SearchPath):
         Plugins.instance().register(plugin)
 
 

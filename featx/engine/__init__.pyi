@@ -9,12 +9,12 @@ from .compute import BatchRows as BatchRows
 from .compute import Compute as Compute
 from .compute import Formats as Formats
 from .compute import TimedRows as TimedRows
-from .compute import check_row as check_row
 from .compute import spec_of as spec_of
-from .compute import stored_bits as stored_bits
 from .device_model import explain_missing_plain_path as explain_missing_plain_path
 from .device_model import plain_rows as plain_rows
 from .engine import Engine as Engine
+from .row_checks import check_row as check_row
+from .row_checks import stored_bits as stored_bits
 from .weight_casting import PreparedWeights as PreparedWeights
 from .windows import ALIGN as ALIGN
 from .windows import Windows as Windows

@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from featx.base import ObservingMode, are_equal
-from featx.engine.compute import check_row
 from featx.engine.device_model import ATTACH_BATCH, DeviceModel
+from featx.engine.row_checks import check_row
 from featx.errors import LayerError, ModelError, RunError
 from featx.layers import (
     ANYTHING,

@@ -17,9 +17,10 @@ import torch
 
 from featx.base import free_memory, size_text
 from featx.config import Config
-from featx.engine.compute import MIN_COSINE, MIN_SPEEDUP, Compute, TimedRows, row_cosines
+from featx.engine.compute import MIN_COSINE, MIN_SPEEDUP, Compute, TimedRows
 from featx.engine.engine import Engine
 from featx.engine.precision_choice import ChosenPrecision, choose_precision
+from featx.engine.row_checks import row_cosines
 from featx.errors import ConfigError, RunError
 from featx.images import PREFETCH_BATCHES
 from featx.store import layout

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from featx.base import free_memory, is_kept_in_threads, resident_memory
-from featx.engine.compute import same_bits
+from featx.engine.row_checks import same_bits
 from featx.types import ResumeState
 
 if TYPE_CHECKING:

@@ -20,20 +20,15 @@ from torch import nn
 
 from featx.base import DeviceTimer, OwnStream, synchronise, to_cpu
 from featx.engine.attached_captures import AttachedCaptures, attach_captures
-from featx.engine.compute import (
-    COMPUTE_DTYPES,
+from featx.engine.compute import COMPUTE_DTYPES, BatchRows, Compute, Formats, TimedRows, spec_of
+from featx.engine.device_model import ATTACH_BATCH, DeviceModel
+from featx.engine.row_checks import (
     MOVED_TOLERANCE,
-    BatchRows,
-    Compute,
-    Formats,
-    TimedRows,
     check_row,
     describe_nonfinite,
     differ_by_rounding,
     finite_rows,
-    spec_of,
 )
-from featx.engine.device_model import ATTACH_BATCH, DeviceModel
 from featx.engine.weight_casting import Captured, PreparedWeights
 from featx.errors import ModelError, RunError, require
 from featx.layers import CaptureHooks, ChosenLayers, Keep, OutputCollector, clone_captured

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from featx.base import may_have_bf16
-from featx.engine.compute import MIN_COSINE, MIN_SPEEDUP, Compute, TimedRows, row_cosines
+from featx.engine.compute import MIN_COSINE, MIN_SPEEDUP, Compute, TimedRows
 from featx.engine.engine import Engine
+from featx.engine.row_checks import row_cosines
 from featx.errors import counted
 
 _SHORT_TIMING_IMAGES = 2

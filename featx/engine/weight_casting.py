@@ -20,8 +20,9 @@ from torch.utils._pytree import tree_leaves
 
 from featx.base import ObservingMode
 from featx.engine.attached_captures import AttachedCaptures
-from featx.engine.compute import COMPUTE_DTYPES, Compute, same_bits
+from featx.engine.compute import COMPUTE_DTYPES, Compute
 from featx.engine.device_model import DeviceModel
+from featx.engine.row_checks import same_bits
 from featx.models import Pair, fold_pairs, foldable_pairs
 
 _CAST = torch.ops.aten._to_copy.default

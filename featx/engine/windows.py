@@ -21,8 +21,9 @@ import torch
 
 from featx.base import size_text
 from featx.config import make_reduce
-from featx.engine.compute import BatchRows, describe_nonfinite, finite_rows, spec_of
+from featx.engine.compute import BatchRows, spec_of
 from featx.engine.engine import Engine
+from featx.engine.row_checks import describe_nonfinite, finite_rows
 from featx.engine.window_strides import check_strides
 from featx.errors import LayerError, ReduceError
 from featx.images import WINDOW_ERROR

@@ -8,7 +8,7 @@ and `embedding.compute`, if the library defines the embedding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,7 @@ from featx.pipeline.conformance import (
     MEAN_LEVELS,
     Compared,
     Conformance,
+    RowDifferences,
     judge,
     pixel_differences,
     row_differences,
@@ -175,17 +176,8 @@ def _compared(
     specs: Sequence[LayerSpec],
 ) -> Compared:
     rows = _engine_rows(engine, plain, trial, trial_rows)
-    forward = {
-        name: row_differences(rows[name][: len(values)], values)
-        for name, values in plain.on_same_pixels.items()
-    }
     # A class index or a count jumps where pixels hardly differ.
     integer_layers = {spec.name for spec in specs if "int" in spec.compute_dtype}
-    end_to_end = {
-        name: row_differences(rows[name][: len(values)], values)
-        for name, values in plain.end_to_end.items()
-        if name not in integer_layers
-    }
     preprocess = engine.backbone.preprocess
     pixels = None
     if not trial.is_reference:
@@ -209,11 +201,24 @@ def _compared(
         precision=engine.compute.precision,
         interpolation=preprocess.interpolation,
         pixels=pixels,
-        forward=forward,
-        end_to_end=end_to_end,
+        forward=_differences(rows, plain.on_same_pixels),
+        end_to_end=_differences(rows, plain.end_to_end, integer_layers),
         not_compared=plain.not_compared,
         is_reduced=is_reduced,
     )
+
+
+def _differences(
+    rows: Mapping[str, torch.Tensor],
+    plain: Mapping[str, torch.Tensor],
+    excluded: Container[str] = (),
+) -> dict[str, RowDifferences]:
+    """Differences of the rows of each layer, apart from those in `excluded`."""
+    return {
+        name: row_differences(rows[name][: len(values)], values)
+        for name, values in plain.items()
+        if name not in excluded
+    }
 
 
 def _engine_rows(

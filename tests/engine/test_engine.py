@@ -20,7 +20,7 @@ from zoo import ClampedNet, ResidualConvNet
 import featx
 from featx.config import ReduceConfig, model_options
 from featx.engine import Compute
-from featx.engine.compute import finite_rows, row_cosines
+from featx.engine.row_checks import finite_rows, row_cosines
 from featx.errors import LayerError, ModelError, RunError
 from featx.layers import CapturePoint
 from featx.layers.reductions import AlignOptions

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import ConvBatchNorm, with_statistics
 
 from featx.engine import COMPUTE_DTYPES, Compute, Engine
-from featx.engine.compute import row_cosines
+from featx.engine.row_checks import row_cosines
 from featx.engine.weight_casting import cast_weights, castable_weights
 from featx.errors import ModelError
 from featx.layers import no_fast_path

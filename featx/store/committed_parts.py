@@ -62,6 +62,11 @@ class CommittedParts:
         self._is_dry = is_dry
         self._root = disk.root
 
+    @property
+    def failures(self) -> list[Failure]:
+        """Failed rows known so far, in ascending order."""
+        return [self.failed[row] for row in sorted(self.failed)]
+
     def add_failures(self, failures: Sequence[Failure]) -> list[Failure]:
         """Add failures, and return those of rows that had none before.
 
@@ -350,7 +355,7 @@ def repair_files(report: DamageReport) -> list[Run]:
         parts, path = CommittedParts(disk), root / layout.FAILURES_CSV
         lost = _survey(parts, report, manifest, listing)
         if not lost:  # otherwise the run that extracts these rows writes it
-            data = failures_csv([parts.failed[row] for row in sorted(parts.failed)])
+            data = failures_csv(parts.failures)
             if not path.exists() or path.read_bytes() != data:
                 disk.replace(path, data)
         return lost

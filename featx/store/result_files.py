@@ -7,7 +7,7 @@ import csv
 import hashlib
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 from featx.base import csv_line, digest, name_text
 from featx.errors import StoreError
 from featx.store import layout
+from featx.store.hdf5_files import write_values
 from featx.types import Failure, Json, Status
 
 _CHECKSUM = "sha256"
@@ -86,6 +87,22 @@ def _changed_files(root: Path, probe: Json) -> Iterator[Path]:
         path = root / layout.PROBE_HEADS / PurePosixPath(entry["file"]).name
         if path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() != entry["sha256"]:
             yield path
+
+
+def write_failures(file: h5py.File, failures: Iterable[Failure]) -> None:
+    """Write /failures: row, exception name and message of each failed row, with a checksum."""
+    ordered = sorted(failures, key=lambda failure: failure.row)
+    printable = [f.message.encode("utf-8", "backslashreplace").decode() for f in ordered]
+    columns = (
+        np.array([f.row for f in ordered], dtype=np.int64),
+        layout.text_array([f.error for f in ordered]),
+        layout.text_array(printable),
+    )
+    file.create_group(layout.FAILURES)
+    for name, values in zip(layout.FAILURE_COLUMNS, columns, strict=True):
+        write_values(file, f"{layout.FAILURES}/{name}", values)
+    checksum = np.array([layout.checksum(*columns)], np.uint64)
+    write_values(file, f"{layout.CHECKSUMS}/{layout.FAILURES}", checksum)
 
 
 def read_failures(file: h5py.File) -> list[Failure]:

@@ -22,6 +22,7 @@ from featx.store.hdf5_files import write_attributes, write_values
 from featx.store.layout import geometry_values
 from featx.store.listing import make_groups, row_values, write_classes
 from featx.store.manifest import Manifest, Run
+from featx.store.result_files import write_failures
 from featx.types import UNKNOWN_IMAGE, Array, Failure, LayerSpec, Listing, Part, Status
 
 
@@ -135,21 +136,7 @@ class RowFile:
         file.hdf5.attrs[layout.MANIFEST_COPY] = np.bytes_(manifest)
         write_attributes(file.hdf5, {"num_failures": len(failures)})
         write_classes(file.hdf5, listing.classes)
-
-        # /failures has row, exception name and message of each failed row, with one checksum.
-        ordered = sorted(failures, key=lambda failure: failure.row)
-        printable = [f.message.encode("utf-8", "backslashreplace").decode() for f in ordered]
-        columns = (
-            np.array([f.row for f in ordered], dtype=np.int64),
-            layout.text_array([f.error for f in ordered]),
-            layout.text_array(printable),
-        )
-        file.hdf5.create_group(layout.FAILURES)
-        for name, values in zip(layout.FAILURE_COLUMNS, columns, strict=True):
-            write_values(file.hdf5, f"{layout.FAILURES}/{name}", values)
-        checksum = np.array([layout.checksum(*columns)], np.uint64)
-        write_values(file.hdf5, f"{layout.CHECKSUMS}/{layout.FAILURES}", checksum)
-
+        write_failures(file.hdf5, failures)
         about = self.fingerprint_sha256, len(self.runs), self.start
         write_chunk_table(file.hdf5, file.chunked, *about)
 

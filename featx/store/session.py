@@ -140,7 +140,7 @@ class StoreSession:
     @property
     def failures(self) -> list[Failure]:
         """Failed rows known so far, in ascending order."""
-        return [self._parts.failed[row] for row in sorted(self._parts.failed)]
+        return self._parts.failures
 
     @property
     def num_failed(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import itertools
 import logging
 import os
@@ -40,6 +41,7 @@ from featx.errors import (
     EXIT_TOO_MANY_FAILURES,
     ConfigError,
     FeatxError,
+    RunError,
     StorageError,
     StoreError,
     exit_text,
@@ -47,6 +49,7 @@ from featx.errors import (
 )
 
 if TYPE_CHECKING:
+    from pathlib import Path
     from types import FrameType
 
     from omegaconf import DictConfig
@@ -80,6 +83,8 @@ def main() -> None:
     _handle_signals(partial(_exit, "\nstopped; nothing was written.\n"))
     code = 2 if _is_library_hidden() else run_command()
     _handle_signals(partial(_exit, ""))
+    if _Task.was_sent:
+        sys.exit(code)  # only the interpreter ends the process pool of a launcher
     end_process(code)
 
 
@@ -112,24 +117,8 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
     from featx.jobs import JOBS
 
     debug = os.environ.get("FEATX_DEBUG") == "1"
-    own_process()
-    speed_up_imports()
-    # Hydra prints errors and exits by itself unless it is told to raise them.
-    os.environ["HYDRA_FULL_ERROR"] = "1"
-    if cpu_quota() is not None:  # torch, BLAS and faiss count the CPUs without the quota
-        os.environ.setdefault("OMP_NUM_THREADS", str(num_cpus()))
-    logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
-    # torch.compile warns of code that it makes, and of a CUDA toolkit on a machine without a GPU.
-    warnings.filterwarnings("ignore", module=r"torch\._inductor")
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    _prepare_process()
     runs: list[tuple[str, int, str]] = []
-
-    def one_job(node: DictConfig) -> None:
-        until_job.close()
-        label = _announce_run(line)
-        runs.append((label, 1, ""))  # it has begun: what it raises is no error of the options
-        runs[-1] = label, *_run_job(node, line, debug)
-
     typed = sys.argv
     try:
         line = read_command_line(typed[1:], JOBS)
@@ -138,8 +127,9 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
         register_with_hydra(JOBS, line.config_dirs)
         sys.argv = [typed[0], *line.arguments]
         hydra_options = {"config_path": str(shipped_folder("conf")), "config_name": "config"}
+        task = _Task(line, debug, until_job, runs)
         with checked_hydra():
-            hydra.main(version_base="1.3", **hydra_options)(one_job)()
+            hydra.main(version_base="1.3", **hydra_options)(task)()
         if not runs and any("=glob(" in text for text in line.arguments):
             raise ConfigError("-m: these options make no run. A pattern glob(...) finds nothing.")
     except BrokenPipeError:
@@ -149,7 +139,7 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
         if debug:
             raise
         log_message(str(error if isinstance(error, FeatxError) else explain_error(error)))
-        return 2
+        return error.exit_code if isinstance(error, RunError) else 2
     except (OSError, RuntimeError) as error:
         if debug or (answer := _answer(error)) is None:
             raise
@@ -168,6 +158,79 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
     codes = {code for _, code, _ in runs}
     # A run that is done, with many failed images, must not hide one that failed.
     return max(codes - {0, EXIT_TOO_MANY_FAILURES} or codes, default=0)
+
+
+def _prepare_process() -> None:
+    """Make the settings of a process that runs jobs of the command and nothing else."""
+    own_process()
+    speed_up_imports()
+    # Hydra prints errors and exits by itself unless it is told to raise them.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    if cpu_quota() is not None:  # torch, BLAS and faiss count the CPUs without the quota
+        os.environ.setdefault("OMP_NUM_THREADS", str(num_cpus()))
+    logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
+    # torch.compile warns of code that it makes, and of a CUDA toolkit on a machine without a GPU.
+    warnings.filterwarnings("ignore", module=r"torch\._inductor")
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+
+
+class _Task:
+    """What Hydra calls with the config of each run.
+
+    Launchers such as joblib send it to other processes, and only the exit codes of the runs come
+    back.
+    """
+
+    was_sent = False
+
+    def __init__(
+        self,
+        line: CommandLine,
+        debug: bool,
+        until_job: contextlib.ExitStack,
+        runs: list[tuple[str, int, str]],
+    ) -> None:
+        self._line, self._debug = line, debug
+        self._until_job, self._runs = until_job, runs
+
+    def __call__(self, node: DictConfig) -> None:
+        self._until_job.close()
+        label = _announce_run(self._line)
+        self._runs.append((label, 1, ""))  # it has begun: what it raises is no error of the options
+        self._runs[-1] = label, *_run_job(node, self._line, self._debug)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        from featx.__main__ import task_of_launcher  # the other process does not run this file
+
+        _Task.was_sent = True
+        return task_of_launcher, (self._line, self._debug)
+
+
+def task_of_launcher(line: CommandLine, debug: bool) -> Callable[[DictConfig], None]:
+    """Prepare a process that a launcher of Hydra has started, and return what it calls."""
+    _prepare_launched_process(tuple(line.config_dirs))
+    return partial(_run_launched, line=line, debug=debug)
+
+
+@functools.cache
+def _prepare_launched_process(config_dirs: tuple[Path, ...]) -> None:
+    """Prepare a process for the runs of one command."""
+    from featx.cli import checked_hydra, register_with_hydra
+    from featx.jobs import JOBS
+
+    _prepare_process()
+    register_with_hydra(JOBS, config_dirs)
+    checked_hydra().__enter__()  # until the process ends
+
+
+def _run_launched(node: DictConfig, line: CommandLine, debug: bool) -> None:
+    """Run one job; raise RunError with its exit code, for the command that waits for it."""
+    label = _announce_run(line)
+    code, _ = _run_job(node, line, debug)
+    if code:
+        error = RunError(f"the run {label} ended with exit code {code}; its output says why.")
+        error.exit_code = code
+        raise error
 
 
 def _announce_run(line: CommandLine) -> str:

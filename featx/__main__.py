@@ -243,7 +243,7 @@ def _announce_run(line: CommandLine) -> str:
     hydra = HydraConfig.get()
     if hydra.mode is not RunMode.MULTIRUN:
         return ""
-    count, keys = sweep_of(line)
+    count, keys = sweep_of(line, getattr(hydra.sweeper, "params", None))
     own = [text for text in hydra.overrides.task if text.partition("=")[0].lstrip("+") in keys]
     label = re.sub(r'\\(?=")|(?<!\\)"', "", " ".join(own))  # quotes of Hydra, not those inside
     log_message(f"\n[{hydra.job.num + 1} of {count}] {label}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -88,6 +89,23 @@ def test_null_in_a_sweep_is_null() -> None:
     line = read_command_line(["-m", "model.weights=null,default", "model=resnet18,resnet34"])
     assert 'model.weights=null,"default"' in line.arguments
     assert sweep_of(line) == (4, {"model.weights", "model"})
+
+
+def test_a_sweep_of_a_file_names_and_counts_its_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    (tmp_path / "conf" / "experiment" / "two.yaml").write_text(
+        "# @package _global_\n"
+        "hydra: {mode: MULTIRUN, sweeper: {params: {store: 'a,b'}}}\njob: {name: status}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["featx", "experiment=two"])
+    assert run_command() == 2
+    assert re.findall(r"\[.*", capsys.readouterr().err) == ["[1 of 2] store=a", "[2 of 2] store=b"]
+    monkeypatch.setattr("sys.argv", ["featx", "-m", "experiment=two", "store=c,d,e"])
+    assert run_command() == 2
+    assert "[3 of 3] store=e" in capsys.readouterr().err
 
 
 def test_a_sweep_over_a_pattern_runs(

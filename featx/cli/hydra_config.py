@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -317,21 +318,27 @@ def _check_targets(name: str, value: object) -> None:
         raise ConfigError(f"{name}={value}: refused, a config names no code to run.")
 
 
-def sweep_of(line: CommandLine) -> tuple[int, frozenset[str]]:
-    """Return the number of runs of a multirun, and the options that differ between them."""
+def sweep_of(
+    line: CommandLine, of_files: Mapping[str, str] | None = None
+) -> tuple[int, frozenset[str]]:
+    """Return the number of runs of a multirun, and the options that differ between them.
+
+    `of_files` are the options that files sweep over, `hydra.sweeper.params`.
+    """
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    values = [argument for argument in line.arguments if not argument.startswith("-")]
+    values = [f"{key}={value}" for key, value in (of_files or {}).items()]
+    values += [argument for argument in line.arguments if not argument.startswith("-")]
     running = GlobalHydra.instance().hydra
     # Without a loader `glob(*)` cannot be counted.
     parser = OverridesParser.create(None if running is None else running.config_loader)
-    count, keys = 1, set()
+    counts: dict[str, int] = {}  # of the options that differ; those of the command line replace
     for override in parser.parse_overrides(values):
+        counts.pop(str(override.key_or_group), None)
         if override.is_sweep_override():
-            count *= len(list(override.sweep_string_iterator()))
-            keys.add(str(override.key_or_group))
-    return count, frozenset(keys)
+            counts[str(override.key_or_group)] = len(list(override.sweep_string_iterator()))
+    return math.prod(counts.values()), frozenset(counts)
 
 
 def explain_error(error: Exception) -> ConfigError:

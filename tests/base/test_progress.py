@@ -21,7 +21,6 @@ from featx.base import (
     Progress,
     announce,
     announcements,
-    console,
     log_as_json,
     log_message,
     progress,
@@ -129,11 +128,13 @@ class ClosedTerminal(io.StringIO):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
+@pytest.mark.usefixtures("restored_console")
 @pytest.mark.parametrize("is_json", [False, True])
 def test_a_log_that_cannot_be_written_does_not_end_the_run(
     monkeypatch: pytest.MonkeyPatch, is_json: bool
 ) -> None:
-    monkeypatch.setattr(console, "_as_json", is_json)
+    if is_json:
+        log_as_json()
     monkeypatch.setattr(progress, "PLAIN_INTERVAL_S", -1.0)
     monkeypatch.setattr(sys, "stderr", ClosedTerminal())
     announce([("data", "photos: 4 images")])

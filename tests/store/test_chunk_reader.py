@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from featx.errors import StoreError
-from featx.store import chunk_cache, dtypes, layout
+from featx.store import chunk_cache, chunk_reader, dtypes, layout
 from featx.store.chunk_reader import ChunkReader
 from featx.store.codecs import filters
 from featx.store.filter_pipeline import Pipeline
@@ -425,9 +425,21 @@ def test_a_forked_child_decodes_with_threads_of_its_own(tmp_path: Path) -> None:
         assert np.array_equal(rows.take(np.arange(64)), values)  # threads and cache are there
         context = multiprocessing.get_context("fork")
         answer = context.Queue()
-        with chunk_cache.decode_pool().chunks._lock:  # and it stays locked in the child
-            child = context.Process(target=read_in_child, args=(path, answer))
-            child.start()
+        locked, forked = threading.Event(), threading.Event()
+
+        def hold_lock(_: object) -> bool:
+            locked.set()
+            forked.wait(60)
+            return False
+
+        cache = chunk_cache.decode_pool().chunks
+        holder = threading.Thread(target=cache.drop, args=(hold_lock,))
+        holder.start()
+        assert locked.wait(60)
+        child = context.Process(target=read_in_child, args=(path, answer))
+        child.start()  # without the thread that holds the lock
+        forked.set()
+        holder.join()
         assert answer.get(timeout=60) == values.tobytes()
         child.join(60)
         assert child.exitcode == 0
@@ -439,7 +451,8 @@ def test_the_cache_of_decoded_chunks_is_bounded_and_spares_decoding(
     values = numbers((64, 128))
     path = make_file(tmp_path / "x.h5", values, 8, "zstd")
     monkeypatch.setattr(chunk_cache, "CACHE_BYTES", 3 * 8 * 128 * 2)
-    monkeypatch.setattr(chunk_cache, "_shared", None)
+    pool = chunk_cache.DecodePool()
+    monkeypatch.setattr(chunk_reader, "decode_pool", lambda: pool)
     decoded: list[int] = []
     decode = Pipeline.decode
     monkeypatch.setattr(

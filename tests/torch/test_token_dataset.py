@@ -23,8 +23,9 @@ import featx
 from featx.base import sampled_positions
 from featx.errors import StoreError
 from featx.store import TokenReader
-from featx.torch import TokenDataset
+from featx.torch import TokenDataset, token_dataset
 from featx.torch.keyed_delay import EpochOrder, EpochSizes
+from featx.torch.token_pool import TokenPool
 from featx.torch.token_selection import TokenBlocks, TokenSelection
 from featx.types import TokenGeometry
 
@@ -261,7 +262,7 @@ def test_an_abandoned_iterator_leaves_no_threads(root: Path) -> None:
 
 IN_A_NEW_PROCESS = """
 import json, sys
-from featx.torch import TokenDataset
+from featx.torch import TokenDataset, token_dataset
 data = TokenDataset(sys.argv[1], "tokens", tokens="all", batch_size=64, memory=20_000, block=7,
                     drop_last=False)
 data.load_state_dict(json.loads(sys.argv[2]))
@@ -489,7 +490,11 @@ def test_a_pool_that_is_too_small_grows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: int
 ) -> None:
     root = make_run(60, 16, {"tokens": (16, 8)}, "float16").finish(tmp_path / "store")
-    monkeypatch.setattr(TokenDataset, "_held_tokens", held)  # chance needs more once in 10^15
+
+    def small_pool(reader: Any, selection: Any, order: Any, _: int, *rest: Any) -> TokenPool:
+        return TokenPool(reader, selection, order, held, *rest)
+
+    monkeypatch.setattr(token_dataset, "TokenPool", small_pool)  # chance needs it once in 10^15
     data = TokenDataset(root, "tokens", tokens="all", batch_size=64, memory=30_000)
     stored, seen = featx.open(root)["tokens"][:], set[tuple[int, int]]()
     for batch in data:
@@ -572,7 +577,7 @@ def test_tokens_of_ranks_are_those_of_their_blocks(world_size: int) -> None:
 
 EPOCH_OF_A_STORE = """
 import resource, sys
-from featx.torch import TokenDataset
+from featx.torch import TokenDataset, token_dataset
 
 def peak_mib():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -18,7 +18,8 @@ import pytest
 from conftest import with_path
 from made_store import dataset_digests, temporary_files
 from object_server import num_parts, worker_pids
-from tiny_model import COMMAND, extract
+from tiny_model import COMMAND
+from tiny_model import extract_six_parts as extract
 from waiting import eventually
 
 from featx.pipeline.executors.worker_pool import MAX_DEATHS

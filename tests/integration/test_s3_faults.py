@@ -13,7 +13,7 @@ from faulty_proxy import FAULTS, error, faulty_proxy, random_faults
 from object_server import environment, num_parts, place, rows_of, worker_pids
 from s3rver import CREDENTIALS, running_s3rver
 from seaweed import READER, SeaweedServer
-from tiny_model import extract
+from tiny_model import extract_six_parts as extract
 from waiting import wait_until
 
 import featx

@@ -12,7 +12,7 @@ from drivers import SYSTEM_TEST, Driver, running_driver
 from object_server import place, rows_of
 from seaweed import SeaweedServer
 from slurm_cluster import running_cluster
-from tiny_model import extract
+from tiny_model import extract_six_parts as extract
 
 import featx
 from featx.store import check_store

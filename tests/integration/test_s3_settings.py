@@ -14,7 +14,7 @@ from drivers import SYSTEM_TEST, running_driver
 from faulty_proxy import Fault, error, faulty_proxy
 from object_server import num_parts, place, rows_of
 from seaweed import SeaweedServer
-from tiny_model import extract
+from tiny_model import extract_six_parts as extract
 from waiting import wait_until
 
 import featx

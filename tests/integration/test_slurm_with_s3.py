@@ -14,7 +14,7 @@ from faulty_proxy import error, faulty_proxy
 from object_server import num_parts, place, rows_of
 from seaweed import SeaweedServer
 from slurm_cluster import SLURM, SlurmCluster
-from tiny_model import extract
+from tiny_model import extract_six_parts as extract
 from waiting import eventually, wait_until
 
 import featx

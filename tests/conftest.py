@@ -185,8 +185,8 @@ def photos(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def extracted_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with the images of the tiny model, and with their store in parts and as one file."""
-    from tiny_model import extract, write_images
+    """Folder with the images of the tiny model, their store in six parts, and as one file."""
+    from tiny_model import extract_six_parts, write_images
 
     from featx.store import pack_store
 
@@ -194,7 +194,7 @@ def extracted_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_images(folder / "photos")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        extract("photos", out="parts", pack=False)
+        extract_six_parts("photos", out="parts", pack=False)
     pack_store(Path(shutil.copytree(folder / "parts", folder / "packed")))
     return folder
 

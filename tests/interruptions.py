@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from featx.analysis.statistics.session import StatsSession
+from featx.pipeline import Interrupted
 from featx.storage import AtomicFolder
 from featx.store import FeatureStore, StoreSession
 from featx.types import Part
@@ -55,6 +56,17 @@ def signal_after_commits(patch: pytest.MonkeyPatch, count: int, *signals: signal
 
 
 @contextlib.contextmanager
+def stopped_after(
+    count: int, *signals: signal.Signals
+) -> Iterator[pytest.ExceptionInfo[Interrupted]]:
+    """The block is a run that is stopped after so many commits, by SIGTERM or by other signals."""
+    with pytest.MonkeyPatch.context() as patch:
+        signal_after_commits(patch, count, *signals)
+        with pytest.raises(Interrupted) as stopped:
+            yield stopped
+
+
+@contextlib.contextmanager
 def files_of_at_most(num_bytes: int) -> Iterator[None]:
     """Let files grow no further: as on a full disk the write fails; Python ignores SIGXFSZ."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -85,3 +97,12 @@ def die_at_disk_change(patch: pytest.MonkeyPatch, number: int) -> None:
 
     for name in ("publish", "replace", "remove"):
         patch.setattr(AtomicFolder, name, counted(getattr(AtomicFolder, name)))
+
+
+@contextlib.contextmanager
+def died_at_disk_change(number: int) -> Iterator[None]:
+    """The block is a run that ends at the change of a store with this number."""
+    with pytest.MonkeyPatch.context() as patch:
+        die_at_disk_change(patch, number)
+        with pytest.raises(Dies):
+            yield

@@ -400,7 +400,7 @@ def make_labelled(
     saw 32 x 32 pixels.
     """
     labels = np.array(list(labels), np.int64)
-    part_rows = max(8, 1 << (len(labels) // 8).bit_length())
+    part_rows = max(8, 1 << (len(labels) // 4).bit_length())
     shapes = {name: rows.shape[1:] for name, rows in features.items()}
     run = make_run(len(labels), part_rows, shapes, failed=failed)
     keys = np.array([b"%05d.jpg" % i for i in range(len(labels))])

@@ -40,7 +40,7 @@ def write_store(
     classes = [f"c{i}" for i in range(int(y.max()) + 1)]
     run = make_labelled(layers, y, classes, failed)
     listing = replace(run.listing, columns=columns or {})
-    return replace(run, listing=listing).write(root, packed=True)
+    return replace(run, listing=listing).copied(root, packed=True)
 
 
 def features_of(

@@ -25,7 +25,8 @@ from faulty_proxy import (
 )
 from made_shards import images, write_shards, write_tar
 from object_server import place, rows_of, upload
-from tiny_model import COMMAND, extract, write_images
+from tiny_model import COMMAND, write_images
+from tiny_model import extract_six_parts as extract
 from waiting import wait_until
 
 import featx

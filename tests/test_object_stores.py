@@ -19,7 +19,9 @@ import torch
 from conftest import Completed, with_path
 from made_store import make_run
 from object_server import RequestLog, S3Requests, num_parts, place, rows_of, upload, worker_pids
-from tiny_model import COMMAND, KEYS, TRUSTED, extract, run_job, write_image, write_images
+from tiny_model import COMMAND, TRUSTED, run_job, write_image, write_images
+from tiny_model import SIX_PARTS as KEYS
+from tiny_model import extract_six_parts as extract
 from waiting import wait_until
 
 import featx as package

@@ -83,7 +83,7 @@ def test_results_that_hold_arrays_are_compared_by_identity() -> None:
 
 
 def test_a_probe_returns_what_is_in_its_file() -> None:
-    make_run(40, 16).write(Path("store"))
+    make_run(40, 16).copied(Path("store"))
     found = featx.probe("store", probe={"folds": 2}, device="cpu")
     written = json.loads(Path("store/probe.json").read_text())
     assert found["layers"].keys() == written["layers"].keys() == {"flat", "map"}
@@ -94,7 +94,7 @@ def test_a_probe_returns_what_is_in_its_file() -> None:
 
 def test_an_index_is_of_a_store_that_is_open_or_of_its_path() -> None:
     pytest.importorskip("faiss", reason="no faiss: featx[faiss] has it")
-    store = featx.open(make_run(40, 16).write(Path("store")))
+    store = featx.open(make_run(40, 16).copied(Path("store")))
     expected = RowIndex(store, "flat", 0.9, device="cpu").nearest_rows().neighbours
     for given in ("store", Path("store")):
         found = RowIndex(given, "flat", 0.9, device="cpu").nearest_rows()

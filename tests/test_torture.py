@@ -19,7 +19,8 @@ from broken_decoders import ABORT, CRASH, HANG, gif
 from conftest import with_path
 from interruptions import Dies, die_at_disk_change
 from PIL import Image
-from tiny_model import COMMAND, extract, run_job, write_image, write_images
+from tiny_model import COMMAND, run_job, write_image, write_images
+from tiny_model import extract_six_parts as extract
 from zoo import TwoStageConvNet
 
 import featx

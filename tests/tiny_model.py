@@ -33,10 +33,13 @@ KEYS = {
     "precision": "fp32",
     "compile": False,
     "batch_size": 4,
-    "part_rows": 4,
+    "part_rows": 8,
     "out": "store",
 }
 """Small parts, and nothing left to be decided by measurement."""
+
+SIX_PARTS = {**KEYS, "part_rows": 4}
+"""The same with a part for each batch, six of 21 images: a run can end between any two of them."""
 
 COMMAND = (
     "model=custom",
@@ -51,7 +54,7 @@ COMMAND = (
     "part_rows=4",
     "out=store",
 )
-"""The same for the command; PYTHONPATH has to name this folder."""
+"""SIX_PARTS for the command; PYTHONPATH has to name this folder."""
 
 
 def write_image(path: Path, seed: int) -> None:
@@ -82,12 +85,17 @@ def extract(data: object, **keys: Any) -> featx.FeatureStore:
     return featx.extract(**{**KEYS, "data": data, **keys})
 
 
+def extract_six_parts(data: object, **keys: Any) -> featx.FeatureStore:
+    """featx.extract with SIX_PARTS, where nothing else is given."""
+    return extract(data, **{**SIX_PARTS, **keys})
+
+
 def extract_in_steps(photos: Path, **keys: Any) -> None:
     """A store that grew: ten rows, one more layer of them, and then the other rows of both."""
     limited = {"name": "folder", "root": str(photos), "limit": 10}
-    extract(limited, **keys)
-    extract(limited, layers=["pool"], **keys)
-    extract(photos, layers=["conv", "pool"], grow=True, **keys)
+    extract_six_parts(limited, **keys)
+    extract_six_parts(limited, layers=["pool"], **keys)
+    extract_six_parts(photos, layers=["conv", "pool"], grow=True, **keys)
 
 
 def run_job(job: str, *, json: bool = False, show: str | None = None, **keys: Any) -> int:

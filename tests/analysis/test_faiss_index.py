@@ -26,7 +26,7 @@ def clusters(num_rows: int, failed: tuple[int, ...] = (3, 40)) -> FeatureStore:
     flat = centres[rng.integers(0, 40, num_rows)] + 0.3 * rng.normal(size=(num_rows, 5))
     run = make_run(num_rows, 1024, {"flat": (5,)}, failed=failed)
     run = replace(run, features={"flat": flat.astype(np.float32)})
-    return featx.open(run.write(Path("store")))
+    return featx.open(run.copied(Path("store")))
 
 
 def share_found(store: FeatureStore, found: Neighbours, k: int) -> float:

@@ -222,7 +222,7 @@ def test_pooled_tokens_have_none(capsys: pytest.CaptureFixture[str]) -> None:
 def store_of(shape: tuple[int, ...], values: np.ndarray) -> featx.FeatureStore:
     run = make_run(len(values), 8, {"x": shape}, failed=[2])
     made = replace(run, features={"x": values.astype(np.float32)}, tokens={"x": PLACES})
-    return featx.open(made.write(Path("store")))
+    return featx.open(made.copied(Path("store")))
 
 
 def test_prefix_and_patch_tokens_apart() -> None:

@@ -356,4 +356,4 @@ def test_repair_needs_the_statistics(photos: Path, capsys: pytest.CaptureFixture
     assert run_job("verify", **repair, reduce={"name": "pca", "stats": "elsewhere"}) == 0
     capsys.readouterr()
     with h5py.File(part) as file:
-        assert file["features/conv"].shape == (4, 4)
+        assert file["features/conv"].shape == (8, 4)

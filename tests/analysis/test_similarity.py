@@ -50,7 +50,7 @@ def blocks(request: pytest.FixtureRequest, set_block_sizes: Callable[..., None])
 
 
 def write(run: MadeRun, root: str = "store", packed: bool = True) -> featx.FeatureStore:
-    return featx.open(run.write(Path(root), packed=packed))
+    return featx.open(run.copied(Path(root), packed=packed))
 
 
 def with_features(run: MadeRun, **features: np.ndarray) -> MadeRun:

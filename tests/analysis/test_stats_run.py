@@ -12,8 +12,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import chdir, contextmanager
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import slow_except
-from interruptions import on_commit
+from interruptions import stopped_after
 from made_store import make_spec, temporary_files
 from PIL import Image
 from processes import killed_at_sync, outcome, running
 from tiny_engine import of_speed
-from tiny_model import COMMAND, KEYS, MODEL, extract, job_result, run_job, write_image
+from tiny_model import COMMAND, KEYS, MODEL, SIX_PARTS, extract, job_result, run_job, write_image
 
 import featx
 from featx.analysis.statistics import Statistics
@@ -42,9 +41,8 @@ from featx.errors import (
     StoreLockedError,
     StoreMismatchError,
 )
-from featx.pipeline import Interrupted
 from featx.storage import exclusive_lock
-from featx.types import LayerSpec, Part, image_checksum
+from featx.types import LayerSpec, image_checksum
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -52,11 +50,11 @@ AUTO = {"batch_size": "auto", "part_rows": "auto", "precision": "auto", "compile
 
 
 def take(data: object, **keys: Any) -> Statistics:
-    """featx.stats with KEYS, where nothing else is given, of whole tensors."""
+    """featx.stats with SIX_PARTS, where nothing else is given, of whole tensors."""
     by_position = keys.get("stats", {}).get("observation") == "position"
     has_reduce = by_position or isinstance(keys.get("layers"), dict)
     whole = {} if has_reduce else {"reduce": "flatten"}
-    return featx.stats(**{**KEYS, **whole, "data": data, **keys})
+    return featx.stats(**{**SIX_PARTS, **whole, "data": data, **keys})
 
 
 def sha256(path: str) -> str:
@@ -326,24 +324,11 @@ def test_values_that_are_not_finite_stop_the_run_or_are_left_out(photos: Path) -
 # Resume
 
 
-@contextmanager
-def stopped_after(index: int, signum: signal.Signals) -> Iterator[None]:
-    """A signal for this process, the moment that a part is committed."""
-
-    def signalled(part: Part) -> None:
-        if part.index == index:
-            os.kill(os.getpid(), signum)
-
-    with pytest.MonkeyPatch.context() as patch:
-        on_commit(patch, signalled)
-        yield
-
-
 def test_a_stopped_run_resumes_to_the_same_file(photos: Path) -> None:
     (photos / "cat" / "000.png").write_bytes(b"no image")
     whole = take(photos, out="whole", layers=["conv", "pool"])
-    for index, signum in ((2, signal.SIGTERM), (4, signal.SIGINT)):
-        with stopped_after(index, signum), pytest.raises(Interrupted) as stopped:
+    for count, signum in ((3, signal.SIGTERM), (1, signal.SIGINT)):
+        with stopped_after(count, signum) as stopped:
             take(photos, layers=["conv", "pool"])
         assert stopped.value.signum == signum
         assert not Path("store/stats.h5").exists()
@@ -368,7 +353,7 @@ def test_every_choice_is_taken_from_what_is_there(
     of_speed(monkeypatch, 3.0)
     whole = take(photos, out="whole", **AUTO)
     assert (whole.settings["batch_size"], whole.settings["part_rows"]) == (16, 16)
-    with stopped_after(0, signal.SIGTERM), pytest.raises(Interrupted):
+    with stopped_after(1):
         take(photos, **AUTO)
     # A store beside them has choices of its own.
     extract(photos, batch_size=2, part_rows=2, pack=False)
@@ -386,7 +371,7 @@ def test_a_resume_keeps_the_threads_of_the_statistics(
     import torch
 
     torch.set_num_threads(2)
-    with stopped_after(1, signal.SIGTERM), pytest.raises(Interrupted):
+    with stopped_after(2):
         take(photos)
     torch.set_num_threads(1)
     capfd.readouterr()
@@ -474,7 +459,7 @@ def in_another_folder(photos: Path, **keys: Any) -> str:
 
 
 KILLED = {"model": {**MODEL, "args": {"pause_s": 0.15}}, "reduce": "none"}
-"""The keys of `command` beside KEYS."""
+"""The keys of `command` beside SIX_PARTS."""
 
 
 @pytest.mark.slow
@@ -486,7 +471,7 @@ def test_killed_in_the_middle_of_a_file(photos: Path, name: str) -> None:
     code = f"""
         import featx, tiny_model, torch
         torch.set_num_threads(1)
-        featx.stats(**{{**tiny_model.KEYS, "data": {str(photos)!r}}})
+        featx.stats(**{{**tiny_model.SIX_PARTS, "data": {str(photos)!r}}})
         """
     killed_at_sync(code, name)
     [leftover] = temporary_files(Path("store"))
@@ -645,7 +630,7 @@ def test_a_changed_image_is_refused_and_refreshed(
 
 @pytest.mark.slow
 def test_a_resume_refuses_changed_images(photos: Path) -> None:
-    with stopped_after(2, signal.SIGTERM), pytest.raises(Interrupted):
+    with stopped_after(3):
         take(photos)
     change(sorted(photos.rglob("*.png"))[9])
     with pytest.raises(StoreMismatchError, match="1 image has changed"):

@@ -28,6 +28,27 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Sequence[featx.FeatureSt
     )
 
 
+def extract_tiles(images: Path, out: Path, corners: tuple[int, ...]) -> featx.FeatureStore:
+    """Store of tiles of each image, one for each pair of corners."""
+    names = sorted(path.relative_to(images) for path in images.rglob("*.png"))
+    lines = [f"{name},{x},{y},24,24" for name in names for x in corners for y in corners]
+    boxes = out.with_suffix(".csv")
+    boxes.write_text("\n".join(["path,x,y,width,height", *lines]))
+    data = {"name": "folder", "root": str(images), "boxes": str(boxes)}
+    return extract(images, out, data=data, dtype="float32", max_failures=4, part_rows=8)
+
+
+@pytest.fixture(scope="module")
+def tile_stores(tmp_path_factory: pytest.TempPathFactory) -> Sequence[featx.FeatureStore]:
+    """Four tiles of each image, of which the second row has the first keys; one tile of each."""
+    folder = tmp_path_factory.mktemp("tiles")
+    images = write_images(folder / "images")
+    return (
+        extract_tiles(images, folder / "store", (16, 4)),
+        extract_tiles(images, folder / "other", (4,)),
+    )
+
+
 class _Format(ExportContract):
     kind: str
 
@@ -127,23 +148,13 @@ class TestTrident(_Vectors):
 
     @pytest.fixture(scope="class")
     @classmethod
-    def store(cls, tmp_path_factory: pytest.TempPathFactory) -> featx.FeatureStore:
-        """Four tiles of each image; the keys of the second row of tiles come first."""
-        return cls.tiles(tmp_path_factory.mktemp("tiles"), (16, 4))
+    def store(cls, tile_stores: Sequence[featx.FeatureStore]) -> featx.FeatureStore:
+        return tile_stores[0]
 
     @pytest.fixture(scope="class")
     @classmethod
-    def other_store(cls, tmp_path_factory: pytest.TempPathFactory) -> featx.FeatureStore:
-        return cls.tiles(tmp_path_factory.mktemp("other"), (4,))
-
-    @staticmethod
-    def tiles(folder: Path, corners: tuple[int, ...]) -> featx.FeatureStore:
-        images = write_images(folder / "images")
-        names = sorted(path.relative_to(images) for path in images.rglob("*.png"))
-        lines = [f"{name},{x},{y},24,24" for name in names for x in corners for y in corners]
-        (folder / "boxes.csv").write_text("\n".join(["path,x,y,width,height", *lines]))
-        data = {"name": "folder", "root": str(images), "boxes": str(folder / "boxes.csv")}
-        return extract(images, folder / "store", data=data, dtype="float32", max_failures=4)
+    def other_store(cls, tile_stores: Sequence[featx.FeatureStore]) -> featx.FeatureStore:
+        return tile_stores[1]
 
     def exported_rows(self, store: featx.FeatureStore) -> np.ndarray:
         """Slides by name, their tiles by y and then x."""

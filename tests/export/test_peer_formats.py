@@ -27,7 +27,7 @@ FAILED = (3, 10, 20)
 
 def write_store(num_rows: int = 21, **keys: Any) -> MadeRun:
     run = make_run(num_rows, 8 if num_rows < 100 else 128, {"flat": (8,)}, failed=FAILED, **keys)
-    run.write(Path("store"))
+    run.copied(Path("store"))
     return run
 
 

@@ -420,7 +420,7 @@ def test_the_title_of_a_folder_with_the_name_of_the_model(folder: str, title: st
 
 
 def test_where_it_goes() -> None:
-    make_run(12).write(Path("store"))
+    make_run(12).copied(Path("store"))
     report("folder/report.html", out="folder")
     report("page.html", out="page.html")
     report("page.html", out="page.html")  # its own page is written anew
@@ -438,7 +438,7 @@ def test_where_it_goes() -> None:
 
 
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    make_run(12).write(Path("store"))
+    make_run(12).copied(Path("store"))
     with pytest.raises(LayerError, match="flot"):
         report(layers="flot")
     with pytest.raises(ConfigError, match="needs store=DIR"):
@@ -457,7 +457,7 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_from_python_and_as_json() -> None:
-    make_run(12).write(Path("store"))
+    make_run(12).copied(Path("store"))
     assert (
         featx.write_report(store="store", out="p.html", device="cpu", report={"tsne": False})
         == Path("p.html").absolute()

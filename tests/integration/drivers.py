@@ -17,11 +17,14 @@ from typing import TypeVar
 import pytest
 from conftest import with_path
 from made_store import dataset_digests, temporary_files
-from object_server import num_parts, worker_pids
-from tiny_model import COMMAND, extract
+from object_server import num_parts, place, rows_of, worker_pids
+from tiny_model import COMMAND
+from tiny_model import extract_six_parts as extract
 from waiting import eventually
 
+import featx
 from featx.pipeline.executors.worker_pool import MAX_DEATHS
+from featx.store import check_store
 
 T = TypeVar("T")
 
@@ -145,6 +148,12 @@ def store_digests() -> dict[str, str]:
     """The datasets of the run of `running_driver`, which leaves no temporary file."""
     assert temporary_files(Path("store")) == []
     return dataset_digests(Path("store/features.h5"))
+
+
+def assert_whole(photos: Path, out: str = "s3://bucket/run") -> None:
+    """Every row in a bucket is that of a run to the disk."""
+    assert rows_of(featx.open(out)) == rows_of(extract(photos, out="reference"))
+    assert check_store(place(out)).complete
 
 
 def free_ports(count: int) -> list[int]:

@@ -8,17 +8,16 @@ import signal
 from pathlib import Path
 
 import pytest
-from drivers import SYSTEM_TEST, Driver, running_driver
+from drivers import SYSTEM_TEST, Driver, assert_whole, running_driver
 from faulty_proxy import FAULTS, error, faulty_proxy, random_faults
 from object_server import environment, num_parts, place, rows_of, worker_pids
 from s3rver import CREDENTIALS, running_s3rver
 from seaweed import READER, SeaweedServer
-from tiny_model import extract
+from tiny_model import extract_six_parts as extract
 from waiting import wait_until
 
 import featx
 from featx.storage import s3_client
-from featx.store import check_store
 
 pytestmark = SYSTEM_TEST
 
@@ -29,8 +28,7 @@ OUT = "s3://bucket/run"
 
 def is_whole(photos: Path) -> None:
     """Every row is that of a run to the disk, and nothing was damaged on the way."""
-    assert rows_of(featx.open(OUT)) == rows_of(extract(photos, out="reference"))
-    assert check_store(place(OUT)).complete
+    assert_whole(photos)
     assert not list(place(OUT).glob("damaged.json"))
 
 

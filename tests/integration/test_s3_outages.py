@@ -8,14 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-from drivers import SYSTEM_TEST, Driver, running_driver
-from object_server import place, rows_of
+from drivers import SYSTEM_TEST, Driver, assert_whole, running_driver
 from seaweed import SeaweedServer
 from slurm_cluster import running_cluster
-from tiny_model import extract
-
-import featx
-from featx.store import check_store
 
 pytestmark = SYSTEM_TEST
 
@@ -32,12 +27,6 @@ IMPATIENT = (
 OUT = "s3://bucket/run"
 
 
-def is_whole(photos: Path) -> None:
-    """Every row is that of a run to the disk."""
-    assert rows_of(featx.open(OUT)) == rows_of(extract(photos, out="reference"))
-    assert check_store(place(OUT)).complete
-
-
 @pytest.mark.parametrize("more", [(), ("executor.workers=2", "device=cpu")])
 def test_a_server_that_is_killed_and_started_is_waited_for(
     photos: Path, server: SeaweedServer, more: tuple[str, ...]
@@ -51,7 +40,7 @@ def test_a_server_that_is_killed_and_started_is_waited_for(
         assert driver.finish() == 0, driver.output
     assert len(driver.lines("The run waits until")) <= 3, driver.output
     assert driver.lines("the object store answers again after")
-    is_whole(photos)
+    assert_whole(photos)
 
 
 def test_tasks_of_slurm_continue_when_the_server_is_killed_and_started(
@@ -70,7 +59,7 @@ def test_tasks_of_slurm_continue_when_the_server_is_killed_and_started(
             server.start()
             assert driver.finish() == 0, driver.output
         assert len(driver.lines("submitted ")) == 1, driver.output
-    is_whole(photos)
+    assert_whole(photos)
 
 
 def test_a_server_that_is_gone_for_good_ends_the_run_which_resumes_later(
@@ -91,7 +80,7 @@ def test_a_server_that_is_gone_for_good_ends_the_run_which_resumes_later(
     again = Driver(shlex.split(said[-1])[3:], {})
     assert again.finish() == 0, again.output
     assert "rows are there already" in again.output
-    is_whole(photos)
+    assert_whole(photos)
 
 
 @pytest.mark.parametrize("more", [(), ("executor.workers=2", "device=cpu")])

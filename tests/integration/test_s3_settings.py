@@ -10,28 +10,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from drivers import SYSTEM_TEST, running_driver
+from drivers import SYSTEM_TEST, assert_whole, running_driver
 from faulty_proxy import Fault, error, faulty_proxy
-from object_server import num_parts, place, rows_of
+from object_server import num_parts, place
 from seaweed import SeaweedServer
-from tiny_model import extract
 from waiting import wait_until
 
-import featx
 from featx.storage import s3_client
-from featx.store import check_store
 
 pytestmark = SYSTEM_TEST
 
 pytest_plugins = ["seaweed_fixtures"]
 
 QUICK = ("device=cpu",)
-
-
-def is_whole(photos: Path, out: str) -> None:
-    """Every row is that of a run to the disk."""
-    assert rows_of(featx.open(out)) == rows_of(extract(photos, out="reference"))
-    assert check_store(place(out)).complete
 
 
 def job(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -54,7 +45,7 @@ def test_a_prefix_may_contain_any_character(
     for name in ("status", "verify"):
         done = job(f"job={name}", f"store='{out}'")
         assert done.returncode == 0, done.stderr
-    is_whole(photos, out)
+    assert_whole(photos, out)
 
 
 def test_a_bucket_that_keeps_versions(photos: Path, server: SeaweedServer) -> None:
@@ -71,7 +62,7 @@ def test_a_bucket_that_keeps_versions(photos: Path, server: SeaweedServer) -> No
     for more in ((), ("overwrite=true",)):
         with running_driver(f"out={out}", *QUICK, *more, pause_s=0) as driver:
             assert driver.finish() == 0, driver.output
-        is_whole(photos, out)
+        assert_whole(photos, out)
     part = place(out) / "parts" / "part-000001.h5"
     damaged = part.read_bytes()[:-500]
     s3_client.write(part.bucket, part.key, damaged)
@@ -80,7 +71,7 @@ def test_a_bucket_that_keeps_versions(photos: Path, server: SeaweedServer) -> No
     assert "part-000001.h5" in done.stdout + done.stderr
     with running_driver(f"out={out}", *QUICK, pause_s=0) as driver:
         assert driver.finish() == 0, driver.output
-    is_whole(photos, out)
+    assert_whole(photos, out)
 
 
 @pytest.mark.parametrize(("status", "code"), [(503, "SlowDown"), (429, "TooManyRequests")])
@@ -100,7 +91,7 @@ def test_a_bucket_that_refuses_a_third_of_all_requests_for_now(
         assert "Traceback" not in driver.output
         done = job("job=verify", f"store={out}", **there)
         assert done.returncode == 0, done.stderr
-    is_whole(photos, out)
+    assert_whole(photos, out)
 
 
 def test_more_objects_than_an_answer_lists(server: SeaweedServer) -> None:

@@ -9,16 +9,14 @@ from pathlib import Path
 
 import pytest
 from conftest import with_path
-from drivers import SYSTEM_TEST, TESTS, running_driver
+from drivers import SYSTEM_TEST, TESTS, assert_whole, running_driver
 from faulty_proxy import error, faulty_proxy
-from object_server import num_parts, place, rows_of
+from object_server import num_parts, place
 from seaweed import SeaweedServer
 from slurm_cluster import SLURM, SlurmCluster
-from tiny_model import extract
 from waiting import eventually, wait_until
 
-import featx
-from featx.store import check_store, read_heartbeats
+from featx.store import read_heartbeats
 
 pytestmark = SYSTEM_TEST
 
@@ -40,12 +38,6 @@ DATE = """#!/bin/sh
 exec /bin/date -d "@$(($(/bin/date +%s) + CLOCK_IS_OFF_BY))" "$@"
 """
 """The command `date` of such a node."""
-
-
-def is_whole(photos: Path) -> None:
-    """Every row is that of a run to the disk."""
-    assert rows_of(featx.open(OUT)) == rows_of(extract(photos, out="reference"))
-    assert check_store(place(OUT)).complete
 
 
 def wait_for_silence(cluster: SlurmCluster) -> None:
@@ -76,7 +68,7 @@ def test_drivers_that_are_killed_at_any_time(
     wait_for_silence(cluster)
     with running_driver(*GIVEN, pause_s=0) as driver:
         assert driver.finish() == 0, driver.output
-    is_whole(photos)
+    assert_whole(photos)
 
 
 def test_keys_that_expire_end_the_driver_and_its_tasks(
@@ -95,7 +87,7 @@ def test_keys_that_expire_end_the_driver_and_its_tasks(
     with running_driver(*GIVEN, pause_s=0) as driver:
         assert driver.finish() == 0, driver.output
     assert "rows are there already" in driver.output
-    is_whole(photos)
+    assert_whole(photos)
 
 
 @pytest.mark.parametrize("off_by_s", [3600, -3600])
@@ -112,4 +104,4 @@ def test_a_node_whose_clock_is_wrong(
     with running_driver(*GIVEN, *more, pause_s=2, environment=there) as driver:
         assert driver.finish() == 0, driver.output
     assert not driver.lines("submitted again"), driver.output
-    is_whole(photos)
+    assert_whole(photos)

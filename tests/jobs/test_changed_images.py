@@ -18,15 +18,16 @@ import numpy as np
 import pytest
 import xxhash
 from conftest import slow_except
-from interruptions import Dies, die_at_disk_change, same_values, signal_after_commits
+from interruptions import died_at_disk_change, same_values, stopped_after
 from PIL import Image
-from tiny_model import extract, job_result, run_job, write_image
+from tiny_model import extract_six_parts as extract
+from tiny_model import job_result, run_job, write_image
 
 from featx import FeatureStore
 from featx import open as open_store
 from featx.analysis import compare_stores
 from featx.errors import FeatxError, StoreMismatchError
-from featx.pipeline import Interrupted, changed_images, row_updates
+from featx.pipeline import changed_images, row_updates
 from featx.sources.pixel_encoding import encode_array
 from featx.types import NO_IMAGE, UNKNOWN_IMAGE, Part, image_checksum
 
@@ -226,16 +227,10 @@ def test_the_time_of_change_may_be_that_of_before(photos: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("is_finished", [True, False])
 def test_a_store_that_grows_is_refused_and_refreshed(
-    photos: Path,
-    is_finished: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    photos: Path, is_finished: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with monkeypatch.context() as patch:
-        if not is_finished:
-            signal_after_commits(patch, 2)
-        with contextlib.nullcontext() if is_finished else pytest.raises(Interrupted):
-            extract(photos, **LENIENT)
+    with contextlib.nullcontext() if is_finished else stopped_after(2):
+        extract(photos, **LENIENT)
     write_image(sorted_photos(photos)[1], 1000)
     write_image(photos / "eel" / "1.png", 1001)
     with pytest.raises(StoreMismatchError, match=r"cat/006\.png"):
@@ -262,13 +257,11 @@ def test_layers_are_not_added_to_rows_of_changed_images(photos: Path) -> None:
 
 @pytest.mark.slow
 def test_finished_layers_are_refreshed_while_others_are_unfinished(
-    photos: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    photos: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     extract(photos, layers=["conv"])
-    with monkeypatch.context() as patch:
-        signal_after_commits(patch, 2)
-        with pytest.raises(Interrupted):
-            extract(photos, layers=["deep"])
+    with stopped_after(2):
+        extract(photos, layers=["deep"])
     write_image(sorted_photos(photos)[-1], 1000)
     with pytest.raises(StoreMismatchError, match=r"refresh=true.*\(layers=\[conv\]\)"):
         extract(photos, layers=["deep"])
@@ -282,17 +275,15 @@ def test_finished_layers_are_refreshed_while_others_are_unfinished(
 
 @pytest.mark.slow
 def test_finished_layers_are_refreshed_while_rows_are_added(
-    photos: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    photos: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     both = ["conv", "deep"]
     for layer in both:
         extract(photos, layers=[layer])
     for number in range(9):
         write_image(photos / "eel" / f"{number}.png", 1000 + number)
-    with monkeypatch.context() as patch:
-        signal_after_commits(patch, 1)
-        with pytest.raises(Interrupted):
-            extract(photos, layers=both, grow=True)
+    with stopped_after(1):
+        extract(photos, layers=both, grow=True)
     write_image(sorted_photos(photos)[0], 2000)
     with pytest.raises(StoreMismatchError, match=r"each of layers=\[conv\] and layers=\[deep\]"):
         extract(photos, layers=both, grow=True)
@@ -476,17 +467,13 @@ def test_layers_that_are_added_with_a_refresh_compare_every_image_once(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dies_at", range(1, 16))
-def test_a_refresh_cut_off_anywhere_resumes_to_the_same_store(
-    photos: Path, dies_at: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refresh_cut_off_anywhere_resumes_to_the_same_store(photos: Path, dies_at: int) -> None:
     """Every change of the disk in turn is the last one of a process."""
     before = extract(photos, **LENIENT)
     for row in (2, 7):
         write_image(sorted_photos(photos)[row], 1000 + row)
-    with monkeypatch.context() as patch:
-        die_at_disk_change(patch, dies_at)
-        with pytest.raises(Dies):
-            extract(photos, refresh=True, **LENIENT)
+    with died_at_disk_change(dies_at):
+        extract(photos, refresh=True, **LENIENT)
     half = open_store("store")
     others = np.setdiff1d(np.arange(21), [2, 7])
     assert half["deep"][others].tobytes() == before["deep"][others].tobytes()

@@ -10,13 +10,13 @@ import h5py
 import numpy as np
 import pytest
 from conftest import Stored
-from interruptions import signal_after_commits
+from interruptions import stopped_after
 from made_store import dataset_digests
-from tiny_model import extract, run_job, write_image
+from tiny_model import extract_six_parts as extract
+from tiny_model import run_job, write_image
 
 import featx
 from featx.errors import StoreMismatchError
-from featx.pipeline import Interrupted
 
 PACKED = Path("store/features.h5")
 PART = Path("store/parts/part-000005.h5")
@@ -190,15 +190,13 @@ def test_rows_are_added_to_all_layers_or_to_none(
 
 @pytest.mark.slow
 def test_layers_are_completed_and_refreshed_before_rows_are_added(
-    photos: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    photos: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """What each message advises works, although there are new images all the time."""
     both = ["conv", "pool"]
     extract(photos, layers=["conv"])
-    with monkeypatch.context() as patch:
-        signal_after_commits(patch, 2)
-        with pytest.raises(Interrupted):
-            extract(photos, layers=["pool"])
+    with stopped_after(2):
+        extract(photos, layers=["pool"])
     write_image(photos / "ant" / "0.png", 50)
     with pytest.raises(StoreMismatchError, match=r"started with layers=\[pool\]"):
         extract(photos, layers=both, grow=True)
@@ -219,12 +217,10 @@ def test_layers_are_completed_and_refreshed_before_rows_are_added(
 
 
 @pytest.mark.slow
-def test_growing_resumes_after_a_stop(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_growing_resumes_after_a_stop(photos: Path) -> None:
     extract({"name": "folder", "root": str(photos), "limit": 6})
-    with monkeypatch.context() as patch:
-        signal_after_commits(patch, 2)
-        with pytest.raises(Interrupted):
-            extract(photos, grow=True)
+    with stopped_after(2):
+        extract(photos, grow=True)
     rows = featx.open("store").num_rows_present
     assert rows in (14, 18)  # the next part may have become whole while this one was committed
     assert np.flatnonzero(featx.open("store").status == 255).tolist() == list(range(rows, 21))

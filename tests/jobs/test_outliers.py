@@ -38,7 +38,7 @@ def store() -> featx.FeatureStore:
     flat[9] = [3.0, 2.0, 1.0, 0.0, -1.0]
     flat[20] = flat[5] + 1e-4
     flat[3] = np.nan
-    return featx.open(replace(run, features={**run.features, "flat": flat}).write(Path("store")))
+    return featx.open(replace(run, features={**run.features, "flat": flat}).copied(Path("store")))
 
 
 def ask(job: str, layers: str | None = "flat", **options: Any) -> Any:
@@ -123,10 +123,10 @@ def replaced_on_read(in_tmp_path: None, monkeypatch: pytest.MonkeyPatch) -> None
     rows are read.
     """
     photos = write_images(Path("photos"), 24)
-    tiny_extract(photos, reduce="avg", pack=False)
+    tiny_extract(photos, reduce="avg", part_rows=4, pack=False)
     shutil.copytree("store", "new")
     write_image(photos / "cat" / "000.png", 99)
-    tiny_extract(photos, reduce="avg", refresh=True, out="new")
+    tiny_extract(photos, reduce="avg", part_rows=4, refresh=True, out="new")
     monkeypatch.setattr(open_files, "_MAX_OPEN_FILES", 4)
     read = LayerReader.read
 
@@ -163,7 +163,7 @@ def test_rows_of_two_states_are_not_neighbours() -> None:
 def with_keys(store_path: str, x: np.ndarray, keys: list[bytes], labels: np.ndarray) -> Any:
     run = make_labelled({"x": x}, labels, ["a", "b"])
     run = replace(run, listing=replace(run.listing, keys=np.array(keys)))
-    return featx.open(run.write(Path(store_path)))
+    return featx.open(run.copied(Path(store_path)))
 
 
 @pytest.mark.parametrize("ends", [(b"", b"#0,0,5,5", b"#hflip"), (b"@00000.000", b"@00001.000")])

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from conftest import Stored
 from made_store import dataset_digests, temporary_files
-from tiny_model import extract, run_job
+from tiny_model import extract_six_parts as extract
+from tiny_model import run_job
 
 import featx
 from featx.errors import RunError, StoreError, StoreLockedError

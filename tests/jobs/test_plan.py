@@ -26,9 +26,9 @@ def test_rows_that_are_there_are_not_counted(capsys: pytest.CaptureFixture[str])
     extract(photos, pack=False)
     Path("store/parts/part-000001.h5").unlink()
     run_job("plan", **KEYS, data="photos")
-    assert "4 of 10 images, the others are in the store: about" in capsys.readouterr().out
+    assert "2 of 10 images, the others are in the store: about" in capsys.readouterr().out
     left = plan()
-    assert (left["rows"], left["rows_left"], left["disk_needed"]) == (10, 4, 4 * of_row)
+    assert (left["rows"], left["rows_left"], left["disk_needed"]) == (10, 2, 2 * of_row)
     packing = [each["disk_needed_while_packing"] for each in (plan(pack=False), left, new)]
     assert packing == sorted(set(packing))  # the rows that are there are copied too
     assert plan(overwrite=True)["rows_left"] == 10

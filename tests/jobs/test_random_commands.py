@@ -16,7 +16,8 @@ import xxhash
 from interruptions import Dies, die_at_disk_change, signal_after_commits
 from PIL import Image
 from pyarrow import parquet
-from tiny_model import extract, run_job
+from tiny_model import extract_six_parts as extract
+from tiny_model import run_job
 
 import featx
 from featx.errors import FeatxError

@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from interruptions import Dies, die_at_disk_change, same_values, signal_after_commits
-from tiny_model import KEYS, extract, run_job
+from interruptions import died_at_disk_change, same_values, stopped_after
+from tiny_model import SIX_PARTS as KEYS
+from tiny_model import extract_six_parts as extract
+from tiny_model import run_job
 
 import featx
 from featx.errors import ConfigError, StoreError, TooManyFailuresError
-from featx.pipeline import Interrupted
 from featx.types import Status
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -118,33 +119,25 @@ def test_a_retry_writes_what_it_found(
 
 
 @pytest.mark.slow
-def test_failed_rows_of_an_unfinished_store_are_retried_and_it_resumes(
-    photos: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_rows_of_an_unfinished_store_are_retried_and_it_resumes(photos: Path) -> None:
     whole = extract(photos, out="whole", **LENIENT)
     sound = spoil(photos, [1])
-    with monkeypatch.context() as patch:
-        signal_after_commits(patch, 1)
-        with pytest.raises(Interrupted):
-            extract(photos, **LENIENT)
+    with stopped_after(1):
+        extract(photos, **LENIENT)
     mend(photos, sound)
     assert same_values(extract(photos, retry_failed=True, **LENIENT), whole)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dies_at", range(1, 14))
-def test_a_retry_cut_off_anywhere_loses_no_row(
-    photos: Path, dies_at: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_retry_cut_off_anywhere_loses_no_row(photos: Path, dies_at: int) -> None:
     """Every change of the disk in turn is the last one of a process."""
     whole = extract(photos, out="whole", **LENIENT)
     sound = spoil(photos, [2, 7])
     before = extract(photos, **LENIENT)
     mend(photos, sound)
-    with monkeypatch.context() as patch:
-        die_at_disk_change(patch, dies_at)
-        with pytest.raises(Dies):
-            extract(photos, retry_failed=True, **LENIENT)
+    with died_at_disk_change(dies_at):
+        extract(photos, retry_failed=True, **LENIENT)
     half = featx.open("store")
     assert half.complete
     assert half.ok.sum() >= 19

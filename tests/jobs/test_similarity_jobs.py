@@ -30,7 +30,7 @@ def store() -> featx.FeatureStore:
     flat = run.features["flat"].copy()
     flat[11] = flat[4]
     flat[20] = flat[5]
-    return featx.open(replace(run, features={**run.features, "flat": flat}).write(Path("store")))
+    return featx.open(replace(run, features={**run.features, "flat": flat}).copied(Path("store")))
 
 
 def keys_of(job: str, store: str = "store", layers: Any = "flat", **options: Any) -> dict[str, Any]:

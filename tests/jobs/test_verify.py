@@ -13,15 +13,8 @@ import numpy as np
 import pytest
 from conftest import Stored, slow_except
 from made_store import dataset_digests, flip_byte_of_row
-from tiny_model import (
-    MODEL,
-    extract,
-    extract_in_steps,
-    job_output,
-    job_result,
-    run_job,
-    write_image,
-)
+from tiny_model import MODEL, extract_in_steps, job_output, job_result, run_job, write_image
+from tiny_model import extract_six_parts as extract
 
 import featx
 from featx.errors import ConfigError, ModelError, StoreError, StoreMismatchError

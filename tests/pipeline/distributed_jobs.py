@@ -6,21 +6,21 @@ from pathlib import Path
 from typing import Any
 
 from made_store import dataset_digests
-from tiny_model import KEYS, run_job
+from tiny_model import SIX_PARTS, run_job
 
 import featx
 
 JOBS = ("stats", "attribute")
 """Jobs other than job=extract."""
 
-_ATTRIBUTE: dict[str, Any] = {**KEYS, "layers": "deep"}
+_ATTRIBUTE: dict[str, Any] = {**SIX_PARTS, "layers": "deep"}
 _ATTRIBUTE["attribute"] = {
     "method": ["gradcam", "saliency"], "feature_map_layer": "conv", "per_class": 1,
 }  # fmt: skip
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "extract": KEYS,
-    "stats": {**KEYS, "layers": ["conv", "deep"], "stats": {"observation": "position"}},
+    "extract": SIX_PARTS,
+    "stats": {**SIX_PARTS, "layers": ["conv", "deep"], "stats": {"observation": "position"}},
     "attribute": _ATTRIBUTE,
 }
 OVERRIDES = {

@@ -19,7 +19,9 @@ import pytest
 from made_store import dataset_digests, temporary_files
 from PIL import Image
 from processes import ended, outcome, running
-from tiny_model import COMMAND, KEYS, MODEL, extract, run_job
+from tiny_model import COMMAND, MODEL, run_job
+from tiny_model import SIX_PARTS as KEYS
+from tiny_model import extract_six_parts as extract
 from torch import nn
 from waiting import wait_until
 

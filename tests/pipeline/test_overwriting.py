@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,8 @@ import pytest
 from interruptions import on_commit
 from made_store import dataset_digests
 from processes import outcome, running
-from tiny_model import COMMAND, MODEL, extract, write_image
+from tiny_model import COMMAND, MODEL, SIX_PARTS, write_image
+from tiny_model import extract_six_parts as extract
 from waiting import wait_until
 
 import featx
@@ -24,8 +27,9 @@ pytestmark = pytest.mark.usefixtures("in_tmp_path")
 MARK = Path("store/.overwriting")
 
 
-def interrupt_after_commits(patch: pytest.MonkeyPatch, count: int) -> None:
-    """Let the commit of the last of so many parts end with the exception of a signal."""
+@contextlib.contextmanager
+def stopped_at_commit(count: int) -> Iterator[None]:
+    """The block is a run whose commit of the last of so many parts ends as a signal ends it."""
     done: list[Part] = []
 
     def interrupt(part: Part) -> None:
@@ -33,15 +37,10 @@ def interrupt_after_commits(patch: pytest.MonkeyPatch, count: int) -> None:
         if len(done) == count:
             raise Interrupted(signal.SIGINT)
 
-    on_commit(patch, interrupt)
-
-
-def stopped_after(parts: int, monkeypatch: pytest.MonkeyPatch, photos: object, **keys: Any) -> None:
-    """A run that a signal ends when so many parts are committed."""
-    with monkeypatch.context() as patch:
-        interrupt_after_commits(patch, parts)
+    with pytest.MonkeyPatch.context() as patch:
+        on_commit(patch, interrupt)
         with pytest.raises(Interrupted):
-            extract(photos, **keys)
+            yield
 
 
 def part_times() -> dict[str, int]:
@@ -49,12 +48,11 @@ def part_times() -> dict[str, int]:
 
 
 @pytest.mark.slow
-def test_the_same_command_resumes_its_overwriting(
-    photos: Path, monkeypatch: pytest.MonkeyPatch, computed: list[Any]
-) -> None:
+def test_the_same_command_resumes_its_overwriting(photos: Path, computed: list[Any]) -> None:
     whole = dataset_digests(extract(photos, out="whole").root)
     extract(photos, dtype="float32")
-    stopped_after(2, monkeypatch, photos, overwrite=True)
+    with stopped_at_commit(2):
+        extract(photos, overwrite=True)
     assert MARK.exists()
     assert len(part_times()) == 2
     del computed[:]
@@ -75,14 +73,14 @@ def test_a_finished_store_is_overwritten(photos: Path, computed: list[Any]) -> N
 
 
 @pytest.mark.slow
-def test_the_parts_of_another_command_are_deleted(
-    photos: Path, monkeypatch: pytest.MonkeyPatch, computed: list[Any]
-) -> None:
-    stopped_after(2, monkeypatch, photos)  # without overwrite=true
+def test_the_parts_of_another_command_are_deleted(photos: Path, computed: list[Any]) -> None:
+    with stopped_at_commit(2):  # without overwrite=true
+        extract(photos)
     del computed[:]
     extract(photos, overwrite=True)
     assert len(computed) == 6
-    stopped_after(2, monkeypatch, photos, overwrite=True)
+    with stopped_at_commit(2):
+        extract(photos, overwrite=True)
     del computed[:]
     store = extract(photos, overwrite=True, layers=["deep"])
     assert list(store) == ["deep"]
@@ -91,9 +89,10 @@ def test_the_parts_of_another_command_are_deleted(
 
 @pytest.mark.slow
 def test_a_store_that_does_not_fit_any_more_is_overwritten(
-    photos: Path, monkeypatch: pytest.MonkeyPatch, computed: list[Any]
+    photos: Path, computed: list[Any]
 ) -> None:
-    stopped_after(2, monkeypatch, photos, overwrite=True)
+    with stopped_at_commit(2):
+        extract(photos, overwrite=True)
     write_image(photos / "cat" / "new.png", 99)
     del computed[:]
     assert len(extract(photos, overwrite=True)) == 22
@@ -109,7 +108,8 @@ def test_the_store_of_a_model_whose_file_was_edited_is_overwritten(
     module = tmp_path / "edited_model.py"
     module.write_text("from zoo import TwoStageConvNet\n")
     model = {**MODEL, "factory": "edited_model:TwoStageConvNet"}
-    stopped_after(2, monkeypatch, photos, model=model, overwrite=True)
+    with stopped_at_commit(2):
+        extract(photos, model=model, overwrite=True)
     module.write_text("from zoo import TwoStageConvNet  # edited\n")
     del computed[:]
     extract(photos, model=model, overwrite=True)
@@ -117,23 +117,21 @@ def test_the_store_of_a_model_whose_file_was_edited_is_overwritten(
 
 
 @pytest.mark.slow
-def test_the_store_of_a_data_set_from_python_is_overwritten(
-    monkeypatch: pytest.MonkeyPatch, computed: list[Any]
-) -> None:
+def test_the_store_of_a_data_set_from_python_is_overwritten(computed: list[Any]) -> None:
     """The config does not say which object it was."""
     import numpy as np
 
     images = [(np.full((40, 40, 3), 10 * i, np.uint8), 0) for i in range(21)]
-    stopped_after(2, monkeypatch, images, overwrite=True)
+    with stopped_at_commit(2):
+        extract(images, overwrite=True)
     del computed[:]
     extract(images[::-1], overwrite=True)
     assert len(computed) == 6
 
 
-def test_a_store_that_another_process_writes_is_left_alone(
-    photos: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stopped_after(2, monkeypatch, photos, overwrite=True)
+def test_a_store_that_another_process_writes_is_left_alone(photos: Path) -> None:
+    with stopped_at_commit(2):
+        extract(photos, overwrite=True)
     before = part_times()
     from featx.storage import exclusive_lock
 
@@ -143,17 +141,11 @@ def test_a_store_that_another_process_writes_is_left_alone(
 
 
 @pytest.mark.slow
-def test_statistics_are_resumed_as_well(
-    photos: Path, monkeypatch: pytest.MonkeyPatch, computed: list[Any]
-) -> None:
-    from tiny_model import KEYS
-
-    keys = {**KEYS, "data": str(photos), "overwrite": True}
+def test_statistics_are_resumed_as_well(photos: Path) -> None:
+    keys = {**SIX_PARTS, "data": str(photos), "overwrite": True}
     featx.stats(**keys)
-    with monkeypatch.context() as patch:
-        interrupt_after_commits(patch, 2)
-        with pytest.raises(Interrupted):
-            featx.stats(**keys)
+    with stopped_at_commit(2):
+        featx.stats(**keys)
     assert Path("store/.stats-overwriting").exists()
     featx.stats(**keys)
     assert not Path("store/.stats-overwriting").exists()

@@ -21,7 +21,8 @@ import pytest
 from made_store import dataset_digests, temporary_files
 from object_server import num_parts, place, rows_of, worker_pids
 from processes import ended, running
-from tiny_model import COMMAND, MODEL, extract
+from tiny_model import COMMAND, MODEL
+from tiny_model import extract_six_parts as extract
 from waiting import wait_until
 
 import featx as package

@@ -19,18 +19,20 @@ import numpy as np
 import pytest
 import torch
 from conftest import slow_except
-from interruptions import signal_after_commits
+from interruptions import stopped_after
 from made_store import dataset_digests, make_spec, temporary_files
 from processes import ended, outcome, running
 from tiny_engine import of_speed
-from tiny_model import COMMAND, KEYS, MODEL, extract, run_job, write_image, write_images
+from tiny_model import COMMAND, MODEL, run_job, write_image, write_images
+from tiny_model import SIX_PARTS as KEYS
+from tiny_model import extract_six_parts as extract
 from waiting import wait_until
 from zoo import TwoStageConvNet
 
 import featx
 from featx.config import from_composed, from_keywords
 from featx.errors import ConfigError, ModelError, StoreMismatchError
-from featx.pipeline import FeatureOutput, Interrupted
+from featx.pipeline import FeatureOutput
 from featx.pipeline.stop_signals import GRACE_S, stop_signals
 from featx.store.layout import PART_BYTES
 
@@ -331,13 +333,11 @@ def test_a_random_output_is_not_compared(photos: Path) -> None:
     "index", [pytest.param(0, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow), 5]
 )
 def test_a_signal_ends_the_run_also_in_the_last_batch(
-    photos: Path, monkeypatch: pytest.MonkeyPatch, signum: signal.Signals, index: int
+    photos: Path, signum: signal.Signals, index: int
 ) -> None:
     handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)]
-    with monkeypatch.context() as stopped:
-        signal_after_commits(stopped, index + 1, signum)
-        with pytest.raises(Interrupted) as interrupted:
-            extract(photos)
+    with stopped_after(index + 1, signum) as interrupted:
+        extract(photos)
     assert interrupted.value.signum == signum
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
     after = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)]
@@ -363,26 +363,18 @@ def test_an_alarm_of_the_program_goes_off_in_a_run_and_after_it() -> None:
         signal.signal(signal.SIGALRM, before)
 
 
-def test_a_second_signal_does_not_wait_for_the_batch(
-    photos: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    signal_after_commits(monkeypatch, 2, signal.SIGINT, signal.SIGTERM)
-    with pytest.raises(Interrupted) as interrupted:
+def test_a_second_signal_does_not_wait_for_the_batch(photos: Path) -> None:
+    with stopped_after(2, signal.SIGINT, signal.SIGTERM) as interrupted:
         extract(photos)
     assert interrupted.value.signum == signal.SIGINT
     assert temporary_files(Path("store")) == []
 
 
 @pytest.mark.slow
-def test_other_arguments_of_a_factory_are_refused_but_those_without_effect(
-    photos: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_arguments_of_a_factory_are_refused_but_those_without_effect(photos: Path) -> None:
     """The weights are the same: only the arguments say that half the rows would be of another."""
-    signal_after_commits(monkeypatch, 3, signal.SIGINT)
-    with pytest.raises(Interrupted):
+    with stopped_after(3, signal.SIGINT):
         extract(photos, model={**MODEL, "args": {"poison": 1e9}})
-    monkeypatch.undo()
-    monkeypatch.chdir(photos.parent)
     for args in ({"poison": 1e8}, {}):
         with pytest.raises(StoreMismatchError, match=r"model\.args"):
             extract(photos, model={**MODEL, "args": args})

@@ -23,7 +23,9 @@ from conftest import with_path
 from made_store import dataset_digests, make_run, temporary_files
 from object_server import num_parts, place, rows_of, worker_pids
 from stub_worker import stub_spec
-from tiny_model import COMMAND, KEYS, MODEL, extract, run_job
+from tiny_model import COMMAND, MODEL, run_job
+from tiny_model import SIX_PARTS as KEYS
+from tiny_model import extract_six_parts as extract
 from waiting import eventually, wait_until
 
 import featx as package

@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 from conftest import with_path
 from made_store import dataset_digests, temporary_files
-from tiny_model import COMMAND, extract, write_images
+from tiny_model import COMMAND, write_images
+from tiny_model import extract_six_parts as extract
 from waiting import eventually
 
 TESTS = Path(__file__).resolve().parent.parent

@@ -545,7 +545,7 @@ class TestOpening:
         self, run: MadeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         other = make_run(num_rows=NUM_ROWS, part_rows=8, seed=5)
-        run.write(tmp_path / "a" / "store")
+        run.copied(tmp_path / "a" / "store")
         other.write(tmp_path / "b" / "store")
         monkeypatch.chdir(tmp_path / "a")
         store = FeatureStore("store")
@@ -556,7 +556,7 @@ class TestOpening:
         self, run: MadeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("HOME", str(tmp_path))
-        run.write(tmp_path / "store")
+        run.copied(tmp_path / "store")
         assert len(featx.open("~/store")) == 29
 
     @pytest.mark.parametrize(
@@ -579,7 +579,7 @@ class TestOpening:
         self, run: MadeRun, tmp_path: Path
     ) -> None:
         root = tmp_path / "store"
-        run.write(root)
+        run.copied(root)
         for name in ("featx.json", "samples.h5"):
             with pytest.raises(StoreError, match=rf"{name} is no store: give its folder, or its"):
                 FeatureStore(root / name)
@@ -590,7 +590,7 @@ class TestOpening:
     def test_a_mistyped_store_is_answered_with_its_neighbours(
         self, run: MadeRun, tmp_path: Path
     ) -> None:
-        run.write(tmp_path / "runs" / "photos")
+        run.copied(tmp_path / "runs" / "photos")
         with pytest.raises(StoreError, match=r"no store at .*phtos\. Nearest: photos\."):
             FeatureStore(tmp_path / "runs" / "phtos")
         with pytest.raises(StoreError, match=r"holds no store: .* Its folders do, such as photos"):
@@ -601,13 +601,13 @@ class TestOpening:
             file["a"] = [1]
         with pytest.raises(StoreError, match="not a featx store"):
             FeatureStore(tmp_path / "x.h5")
-        run.write(tmp_path / "store")
+        run.copied(tmp_path / "store")
         for part in (0, 1):
             with pytest.raises(StoreError, match="one part of a store; open the store's folder"):
                 FeatureStore(tmp_path / "store" / "parts" / f"part-{part:06d}.h5")
 
     def test_reading_changes_no_file(self, run: MadeRun, tmp_path: Path) -> None:
-        run.write(tmp_path)
+        run.copied(tmp_path)
         before = {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in tmp_path.rglob("*")}
         store = FeatureStore(tmp_path)
         assert store["flat"][:].shape == (29, 5)
@@ -624,7 +624,7 @@ class TestOpening:
     def test_other_formats_are_refused_politely(
         self, run: MadeRun, tmp_path: Path, version: int, message: str
     ) -> None:
-        run.write(tmp_path / "a", packed=True)
+        run.copied(tmp_path / "a", packed=True)
         with h5py.File(tmp_path / "a" / "features.h5", "r+") as file:
             file.attrs["featx_format"] = version
         run.write(tmp_path / "b", [0])
@@ -786,7 +786,7 @@ def test_failures_of_rows_that_are_not_there_are_refused(
 
 @pytest.mark.parametrize("name", ["features/flat", "status"])
 def test_a_part_made_to_harm_is_refused(run: MadeRun, tmp_path: Path, name: str) -> None:
-    run.write(tmp_path)
+    run.copied(tmp_path)
     secret = tmp_path / "secret"
     secret.write_bytes(SECRET * 20)
     with h5py.File(tmp_path / "parts" / "part-000001.h5", "r+") as file:
@@ -963,7 +963,7 @@ def test_single_rows_are_not_read_through_h5py(
 
 
 def test_a_damaged_packed_file_is_not_passed_over_in_silence(run: MadeRun, tmp_path: Path) -> None:
-    run.write(tmp_path)
+    run.copied(tmp_path)
     pack(tmp_path)
     (tmp_path / "features.h5").write_bytes(b"no hdf5")
     with pytest.raises(StoreError, match=r"features\.h5 cannot be read as HDF5"):
@@ -974,7 +974,7 @@ def test_a_file_that_hdf5_cannot_lock_is_not_said_to_be_damaged(
     run: MadeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with HDF5_USE_FILE_LOCKING=TRUE on a network file system without locks."""
-    run.write(tmp_path)
+    run.copied(tmp_path)
     pack(tmp_path)
     real = h5py.File
 

@@ -181,7 +181,7 @@ def test_a_part_that_went_is_an_error_and_not_nan(
     tmp_path: Path, run: MadeRun, blocks: tuple[int, int] | None
 ) -> None:
     """A worker that opens the files anew would find the rows absent, and give NaN a label."""
-    dataset = FeatureDataset(run.write(tmp_path), "flat")
+    dataset = FeatureDataset(run.copied(tmp_path), "flat")
     if blocks:
         dataset.keep_blocks(*blocks)
     elsewhere = pickle.loads(pickle.dumps(dataset))
@@ -193,7 +193,7 @@ def test_a_part_that_went_is_an_error_and_not_nan(
 
 def test_another_run_in_the_stores_place_is_an_error(tmp_path: Path, run: MadeRun) -> None:
     """The parts went, and what lies there now has the same shape: its rows have other labels."""
-    dataset = FeatureDataset(run.write(tmp_path / "store"), "flat")
+    dataset = FeatureDataset(run.copied(tmp_path / "store"), "flat")
     elsewhere = pickle.loads(pickle.dumps(dataset))
     shutil.rmtree(tmp_path / "store")
     other = make_run(num_rows=29, part_rows=8, seed=1)
@@ -254,7 +254,7 @@ def test_threads_share_a_dataset_and_its_blocks(root: Path, run: MadeRun) -> Non
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_workers_give_the_right_rows(tmp_path: Path, run: MadeRun, method: str) -> None:
-    dataset = FeatureDataset(run.write(tmp_path), "flat")
+    dataset = FeatureDataset(run.copied(tmp_path), "flat")
     first = dataset[0][0]  # the files are open before the workers are made
     loader = DataLoader(
         dataset,

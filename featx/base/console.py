@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, TextIO
 
-from featx.base.process import is_own_process
+from featx.base.process import ProcessSetting, is_own_process
 from featx.base.text import facts, printable
 from featx.errors import RunError
 
@@ -130,17 +130,17 @@ def _print_line(line: str, stream: TextIO | None = None) -> None:
         print(line, file=stream or sys.stderr, flush=True)
 
 
+_errors_only = ProcessSetting(
+    lambda: logging.root.manager.disable, logging.disable, logging.WARNING
+)
+
+
 @contextlib.contextmanager
 def quiet_logs() -> Iterator[None]:
     """Keep libraries from warnings inside the block; they log errors as before."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
+    with _errors_only, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 _announces: ContextVar[bool] = ContextVar("announces", default=True)

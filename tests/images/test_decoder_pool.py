@@ -209,12 +209,13 @@ def test_a_limit_of_processes_is_named(
         left -= 1
         return fork()
 
+    gc.collect()  # exceptions of other tests hold maps of images
     before = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(os, "fork", limited)
     with pytest.raises(RunError, match=r"can be started: Resource temp.* \(ulimit -u\)"):
         load(folder)
     assert not children(os.getpid())
-    gc.collect()  # the exception holds maps of images
+    gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
 
 

@@ -117,7 +117,8 @@ def embedder(
 
     A batch holds the images of a call and is not filled up to the size of the store's, so that one
     image is fast; values differ from those of the store by rounding. For the same bits use `embed`.
-    Arguments and errors are those of `embed`.
+    Arguments and errors are those of `embed`. A module that is given is copied, and may be trained
+    or changed while the embedder is open.
     """
     config = config_with_factory(device, model_factory)
     return Embedder(config, store, layers, pads=False, model_factory=model_factory)
@@ -155,8 +156,9 @@ class Embedder(LoadedFunction):
             if names := [name for name in self._layers if manifest.first_run_with(name) is run]:
                 recipe = ExtractionRecipe.of_run(str(store.root), run, names)
                 run_config = recipe.config_for(config, DataConfig())
-                # A given module has the captures of one run at a time.
-                factory = copy_model(model_factory) if models else model_factory
+                # A given module has the captures of one run at a time, and is the caller's between
+                # two calls.
+                factory = copy_model(model_factory) if models or not pads else model_factory
                 models.append(LoadedModel(recipe, run_config, pads, factory))
         super().__init__(models)
 

@@ -262,14 +262,24 @@ class LoadedModel:
         """Yield the context of the first run, which loads the model, or of a later one."""
         if self._is_closed:
             raise ConfigError("the model was let go by close(); make a new one.")
-        if self._first is None:
-            yield self._load(list_images)
+        if (first := self._first) is None:
+            first = self._load(list_images)
+            try:
+                yield first
+            finally:  # between two calls no process stays, and settings are those of the caller
+                first.loader.end_decoders()
+                first.engine.process.close()
             return
-        from featx.images import Loader  # which imports torch
+        from featx.base import cpu_threads  # which imports torch
+        from featx.images import Loader
 
         source, listing = list_images()
-        with Loader(source, listing, self._first.decoding, self._first.engine.device) as loader:
-            yield replace(self._first, source=source, listing=listing, loader=loader)
+        with (
+            first.engine.process_settings(),
+            cpu_threads(first.parallelism.threads),
+            Loader(source, listing, first.decoding, first.engine.device) as loader,
+        ):
+            yield replace(first, source=source, listing=listing, loader=loader)
 
     def _load(self, list_images: Callable[[], tuple[Source, Listing]]) -> RunContext:
         """Build the model, and keep it if it is the one of the recipe."""

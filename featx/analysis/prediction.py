@@ -30,6 +30,7 @@ from featx.analysis.probe.metrics import CLASSIFICATION, LABEL_THRESHOLD, MULTIL
 from featx.base import check_memory, choose_device, command_text, log_message, name_text
 from featx.config import Config, DataConfig
 from featx.errors import StoreError, counted, first_names
+from featx.models import copy_model
 from featx.pipeline import RunContext, RunMetrics, run_parts
 from featx.sources import FolderOptions, parent_key
 from featx.storage import parse_path
@@ -172,7 +173,8 @@ class Predictor(LoadedFunction):
         run_config = recipe.config_for(config, config.data)
         run_config = replace(run_config, max_failures=config.max_failures)
         self._data = config.data  # which a call with a folder completes
-        super().__init__([LoadedModel(recipe, run_config, pads, model_factory)])
+        factory = model_factory if pads else copy_model(model_factory)  # the caller's between calls
+        super().__init__([LoadedModel(recipe, run_config, pads, factory)])
 
     def __call__(self, images: str | os.PathLike[str] | Sequence[object]) -> Predictions:
         if isinstance(images, str | os.PathLike):

@@ -63,11 +63,13 @@ from .nested_tensors import shape_of as shape_of
 from .nested_tensors import shapes_of as shapes_of
 from .process import CRASHES as CRASHES
 from .process import ProcessSetting as ProcessSetting
+from .process import delayed_signals as delayed_signals
 from .process import end_process as end_process
 from .process import end_with_parent as end_with_parent
 from .process import is_own_process as is_own_process
 from .process import module_command as module_command
 from .process import module_environment as module_environment
+from .process import open_above_standard_streams as open_above_standard_streams
 from .process import open_standard_streams as open_standard_streams
 from .process import own_process as own_process
 from .process import restart_in_utf8 as restart_in_utf8

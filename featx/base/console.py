@@ -11,8 +11,9 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from typing import TextIO
+from typing import Any, TextIO
 
+from featx.base.process import ProcessSetting, is_own_process
 from featx.base.text import facts, printable
 from featx.errors import RunError
 
@@ -20,13 +21,16 @@ from featx.errors import RunError
 def print_result(text: str = "") -> None:
     """Print a line of the command's result on stdout; a closed pipe (`| head`) is no error.
 
-    Its control characters are escaped. Raises RunError if stdout cannot be written, for example on
-    a full disk.
+    Its control characters are escaped. A stream that a program has closed is none to write to.
+    Raises RunError if stdout cannot be written, for example on a full disk.
     """
+    if getattr(sys.stdout, "closed", False):
+        return
     try:
         print(printable(text, kept="\n\t"), flush=True)
     except BrokenPipeError:
-        discard_output()
+        if is_own_process():
+            discard_output()
     except OSError as error:
         raise RunError(f"stdout cannot be written: {error.strerror}.") from error
 
@@ -43,7 +47,17 @@ _as_json = False
 
 def shows_bars() -> bool:
     """Return whether progress is a bar: stderr is a terminal or that of a notebook, and no JSON."""
-    return not _as_json and (sys.stderr.isatty() or is_notebook())
+    return not _as_json and (_is_terminal(sys.stderr) or is_notebook())
+
+
+def _is_terminal(stream: Any) -> bool:
+    """Return whether a stream is a terminal. A program may have closed it, or put None or an object
+    with only `write` in its place.
+    """
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError):
+        return False
 
 
 def is_notebook() -> bool:
@@ -109,24 +123,24 @@ def log_step(text: str) -> None:
 
 
 def _print_line(line: str, stream: TextIO | None = None) -> None:
-    """Print a line, on stderr unless a stream is given. Its disk may be full, or its terminal
-    closed: the run continues.
+    """Print a line, on stderr unless a stream is given. Its disk may be full, its terminal closed,
+    or the stream itself: the run continues.
     """
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):
         print(line, file=stream or sys.stderr, flush=True)
+
+
+_errors_only = ProcessSetting(
+    lambda: logging.root.manager.disable, logging.disable, logging.WARNING
+)
 
 
 @contextlib.contextmanager
 def quiet_logs() -> Iterator[None]:
     """Keep libraries from warnings inside the block; they log errors as before."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
+    with _errors_only, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 _announces: ContextVar[bool] = ContextVar("announces", default=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import platform
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -211,17 +212,31 @@ def may_have_bf16() -> bool:
     return not (below and platform.machine().lower() in ("x86_64", "amd64"))
 
 
+_threads_lock = threading.Lock()
+_threads_before: list[int] = []
+"""Number of threads before each open block of `cpu_threads`, in the order in which they began."""
+
+
 @contextlib.contextmanager
 def cpu_threads(count: int | None) -> Iterator[None]:
-    """Set the number of torch's CPU threads inside the block; None leaves it unchanged."""
-    before = torch.get_num_threads()
-    if count is not None:
+    """Set the number of torch's CPU threads inside the block; None leaves it unchanged.
+
+    Threads that start later begin with the number that any thread has set last. So if blocks of
+    several threads overlap, the last one restores what was before the first.
+    """
+    if count is None:
+        yield
+        return
+    with _threads_lock:
+        before = torch.get_num_threads()
+        _threads_before.append(_threads_before[0] if _threads_before else before)
         torch.set_num_threads(count)
     try:
         yield
     finally:
-        if count is not None:
-            torch.set_num_threads(before)
+        with _threads_lock:
+            usual = _threads_before.pop()
+            torch.set_num_threads(before if _threads_before else usual)
 
 
 # Attributes of torch.backends are made in ways that mypy cannot follow.

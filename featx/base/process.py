@@ -103,6 +103,29 @@ def signal_handlers(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None
             _restore(before)
 
 
+@contextlib.contextmanager
+def delayed_signals(
+    is_delayed: Callable[[FrameType | None], bool] = lambda frame: True,
+) -> Iterator[None]:
+    """Delay SIGINT, SIGTERM and SIGHUP to the end of the block, where code that is interrupted
+    would lose them or what it has begun: all of them, or those that arrive in some frames.
+    """
+    delayed: list[int] = []
+    signums = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: each for number in signums if callable(each := signal.getsignal(number))}
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        if is_delayed(frame):
+            delayed.append(signum)
+        else:
+            before[signal.Signals(signum)](signum, frame)
+
+    with signal_handlers(dict.fromkeys(before, handle)):
+        yield
+    for signum in delayed:
+        signal.raise_signal(signum)
+
+
 def _restore(handlers: Mapping[signal.Signals, Any]) -> None:
     """Install handlers as `signal.getsignal` returned them; None is one of another language."""
     for signum, handler in handlers.items():
@@ -136,6 +159,21 @@ def open_standard_streams() -> None:
     for name, descriptor, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(descriptor, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
+
+
+@contextlib.contextmanager
+def open_above_standard_streams() -> Iterator[None]:
+    """Give no descriptor from 0 to 2 to files that are opened inside the block, although a program,
+    such as a daemon, has closed its standard streams.
+    """
+    held = [os.open(os.devnull, os.O_RDWR)]
+    while held[-1] < 3:
+        held.append(os.open(os.devnull, os.O_RDWR))
+    try:
+        yield
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
 
 
 def end_process(code: int) -> NoReturn:

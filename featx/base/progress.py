@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -61,6 +62,17 @@ def progress_listener(listener: Callable[[RunProgress], None]) -> Iterator[None]
         _listener.reset(token)
 
 
+class _Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
+    """A bar that leaves nothing behind in the process of a user.
+
+    tqdm itself starts a thread that never ends, and makes a lock of multiprocessing, after which
+    `multiprocessing.set_start_method` is refused.
+    """
+
+    monitor_interval = 0
+    _lock = threading.RLock()
+
+
 class Progress:
     """Shows images per second, time left, failures and the bottleneck of a run.
 
@@ -76,8 +88,14 @@ class Progress:
         self._failures = 0
         self._waiting = 0.0
         self._listener = _listener.get()
-        self._bar = tqdm(
-            total=total, initial=done, unit=" images", disable=not self._has_bar, smoothing=0.1
+        # Without the thread, tqdm itself must look at the time in each step (miniters).
+        self._bar = _Bar(
+            total=total,
+            initial=done,
+            unit=" images",
+            disable=not self._has_bar,
+            smoothing=0.1,
+            miniters=1,
         )
 
     def __enter__(self) -> Progress:
@@ -143,7 +161,7 @@ class Progress:
         """Print a line about the run above the bar."""
         if self._has_bar:
             with contextlib.suppress(OSError):  # as log_message does
-                tqdm.write(printable(text, kept="\n\t"), file=sys.stderr)
+                _Bar.write(printable(text, kept="\n\t"), file=sys.stderr)
         else:
             log_message(text)
 
@@ -158,11 +176,12 @@ class CountProgress:
         self._unit = unit
         self._total = self._done = 0
         self._started_at = self._last_line_at = time.perf_counter()
-        self._bar = tqdm(
+        self._bar = _Bar(
             unit=unit,
             unit_scale=unit == "B",
             unit_divisor=1024,
             disable=not shows_bars(),
+            miniters=1,
         )
 
     def __enter__(self) -> CountProgress:

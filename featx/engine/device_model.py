@@ -67,6 +67,7 @@ class DeviceModel:
         module: module of the backbone, on the device.
         plain_modules: names of the modules whose fused attention `trace` has turned off.
         traced: forward pass that `trace` recorded last, or None.
+        process: settings of this process while the model computes, in effect until it is closed.
         trial_images: (n, 3, H, W) images of the data set, uint8 in [0, 255] or normalised float32,
             for checks that noise alone does not suffice for; None if there are none.
     """
@@ -78,15 +79,15 @@ class DeviceModel:
         self.traced: Trace | None = None
         self.trial_images: torch.Tensor | None = None
         self.plain_modules: list[str] = []
+        self.process = contextlib.ExitStack()
         self._settings = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
+        self._settings.push(self.process)
+        self.process.enter_context(self.process_settings())
         if self.device.type == "cpu":
             self._settings.enter_context(kept_freed_memory)
-        self._settings.enter_context(no_fast_path)
         self._settings.enter_context(uncompiled(self.module))
-        if self.device.type == "cuda":
-            self._settings.enter_context(exact_cuda)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -95,6 +96,13 @@ class DeviceModel:
         with contextlib.ExitStack() as last:
             last.callback(self.backbone.give_back)
             last.callback(self._settings.close)
+
+    @contextlib.contextmanager
+    def process_settings(self) -> Iterator[None]:
+        """Settings of this process by which layers are called, and values are reproducible."""
+        is_cuda = self.device.type == "cuda"
+        with no_fast_path, exact_cuda if is_cuda else contextlib.nullcontext():
+            yield
 
     def trace(self, requests: Sequence[str] = ()) -> Trace:
         """Record every call of a module and every operation in one forward pass over noise."""

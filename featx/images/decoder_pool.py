@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from featx.base import CRASHES, name_text
+from featx.base import CRASHES, delayed_signals, name_text, open_above_standard_streams
 from featx.errors import RunError
 from featx.images.decoder import Decoder, RowWorker
 from featx.images.decoder_channels import (
@@ -146,6 +146,7 @@ class DecoderPool:
         self._to_read: queue.SimpleQueue[tuple[Job, int, int] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._pid: int | None = None
+        self._owner: int | None = None
         self._num_started = 0
         self._num_begun = 0
         self._is_closing = False
@@ -158,6 +159,8 @@ class DecoderPool:
         # Workers hold the source, whose files must not stay open until garbage is collected.
         self._workers = ()
         self.on_warnings = lambda row, messages: None
+        if self._num_started and self._owner != os.getpid():
+            return  # in a forked child, to which the decoders do not belong
         with self._state:
             self._is_closing = True
             if not self._num_started:
@@ -209,7 +212,9 @@ class DecoderPool:
         layout = SlotLayout(num_places, shape, dtype)
         with self._state:
             if not self._num_started:
-                self._start()
+                # An interrupt during a fork is lost, as Python ignores what its callbacks raise.
+                with delayed_signals():
+                    self._start()
 
             # A slot that is free, or a new one at the end of the file.
             name = (worker, num_places)
@@ -352,23 +357,32 @@ class DecoderPool:
     def _start(self) -> None:
         """Create the pipes and fork the supervisor, which starts one decoder; the lock is held."""
         num_pipes = self._count if self._keeps_images_together else 1
-        pipes = [os.pipe() for _ in range(num_pipes)]
+        with open_above_standard_streams():  # a decoder replaces its stderr
+            pipes = [os.pipe() for _ in range(num_pipes)]
+            self._results, results_in = os.pipe()
+            control_out, self._control = os.pipe()
+            self._spool = Spool(2 * self._count + 2)
+            slots = anonymous_file("featx-slots")
         self._tasks = [out for _, out in pipes]
         for file in self._tasks:
             os.set_blocking(file, False)
         self._unsent = [deque() for _ in pipes]
-        self._results, results_in = os.pipe()
-        control_out, self._control = os.pipe()
-        self._spool = Spool(2 * self._count + 2)
         self._channels = Channels(
             tasks=[into for into, _ in pipes],
             results=results_in,
-            slots=anonymous_file("featx-slots"),
+            slots=slots,
             spool=self._spool.file,
             table=DecoderTable(self._count),
         )
+        self._owner = os.getpid()
         if self._can_fork:
-            self._pid = self._fork_supervisor(control_out)
+            try:
+                self._pid = self._fork_supervisor(control_out)
+            except RunError:
+                ends = results_in, self._results, control_out, self._control
+                for file in (*itertools.chain(*pipes), *ends, slots, self._spool.file):
+                    os.close(file)
+                raise
             os.close(results_in)
         else:
             for index in range(self._count):

@@ -10,7 +10,6 @@ import contextlib
 import errno
 import io
 import os
-import signal
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from featx.base import signal_handlers
+from featx.base import delayed_signals
 from featx.errors import FeatxError, ObjectStoreError, RunError, StorageError
 
 T = TypeVar("T")
@@ -217,30 +216,21 @@ class ReservedFile(PositionedFile):
         os.ftruncate(self._descriptor, self.size)
 
 
-@contextlib.contextmanager
-def signals_between_calls(file: ReservedFile) -> Iterator[None]:
-    """Delay signals that arrive while HDF5 calls a file object, to the end of the block.
+def signals_between_calls(file: ReservedFile) -> contextlib.AbstractContextManager[None]:
+    """Context that delays signals that arrive while HDF5 calls a file object, to its end.
 
     h5py ignores an exception of such a call while it closes a dataset: the interrupt is lost, and
     the write with it.
     """
-    delayed: list[int] = []
-    signums = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: each for number in signums if callable(each := signal.getsignal(number))}
 
-    def handle(signum: int, frame: FrameType | None) -> None:
-        caller = frame
-        while caller is not None:
-            if caller.f_locals.get("self") is file:
-                delayed.append(signum)
-                return
-            caller = caller.f_back
-        before[signal.Signals(signum)](signum, frame)
+    def is_called(frame: FrameType | None) -> bool:
+        while frame is not None:
+            if frame.f_locals.get("self") is file:
+                return True
+            frame = frame.f_back
+        return False
 
-    with signal_handlers(dict.fromkeys(before, handle)):
-        yield
-    for signum in delayed:
-        signal.raise_signal(signum)
+    return delayed_signals(is_called)
 
 
 class TemporaryFile:

@@ -230,6 +230,16 @@ class ChunkReader:
                 items[out_indices[low:stop]] = near[addresses[low:stop] - start]
                 low = stop
 
+    def reads_without_hdf5(self) -> bool:
+        """Return whether reads need no more of HDF5, whose file another thread may close during
+        one. The chunks are listed for that.
+        """
+        if self.read_method == "h5py" or not self._pipeline.is_supported:
+            return False
+        if (file := self._open_file()) is not None:
+            self._addresses(file)
+        return True
+
     @property
     def closed(self) -> bool:
         """Whether `close` was called; rows cannot be read any more."""
@@ -393,11 +403,12 @@ class ChunkReader:
     def _compare_by_hdf5(self, chunk: int) -> None:
         """Compare a chunk of a dataset that h5py reads."""
         first, stop = self._rows_of(chunk)
-        if self._sums is None or self._is_compared[chunk] or self._dataset is None:
+        dataset = self._dataset
+        if self._sums is None or self._is_compared[chunk] or dataset is None:
             return
         offset = (first, *(0,) * len(self._row_shape))
         try:
-            _, stored = self._dataset.id.read_direct_chunk(offset)
+            _, stored = dataset.id.read_direct_chunk(offset)
         except (OSError, RuntimeError, ValueError) as error:
             if not layout.is_damage(error):
                 raise
@@ -431,10 +442,10 @@ class ChunkReader:
     def _list_chunks(self, file: RawFile | S3File) -> None:
         """List the chunks, and leave out those that cannot be what the dataset claims."""
         infos: list[h5py.h5d.StoreInfo] = []
-        if self._dataset is None:
+        if (dataset := self._dataset) is None:
             raise ValueError(f"{self._label} is closed")
         try:
-            self._dataset.id.chunk_iter(infos.append)
+            dataset.id.chunk_iter(infos.append)
             entries = [
                 (i.chunk_offset[0], i.byte_offset, i.size, i.filter_mask)
                 for i in infos

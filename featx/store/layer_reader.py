@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -48,8 +48,9 @@ class LayerReader:
 
     def read_range(self, layer: str, start: int, stop: int) -> Array:
         """Read rows [start, stop) of a layer, (n, ...)."""
-        if (chunks := self._reader_of_whole(layer)) is not None:
-            return chunks.take_range(start, stop - start)
+        whole = self._read_whole(layer, lambda chunks: chunks.take_range(start, stop - start))
+        if whole is not None:
+            return whole
         segments, starts = self._segments_of(layer)
         number = int(starts.searchsorted(start, side="right")) - 1
         if number >= 0 and start < stop <= segments[number].stop:
@@ -67,7 +68,8 @@ class LayerReader:
         return self._segments[layer]
 
     def _reader_of_whole(self, layer: str) -> ChunkReader | None:
-        """Reader of a layer that lies in one file with all rows, or None for a layer in parts.
+        """Reader of a layer that lies in one file with all rows, or None for a layer in parts, or
+        whose reads need HDF5.
 
         The reader is cached, as finding the open file takes several times as long as reading a row.
         """
@@ -78,13 +80,25 @@ class LayerReader:
         if len(segments) != 1 or segments[0].stop - segments[0].start != self._contents.num_rows:
             return None
         with self._open_rows(segments[0], layer) as chunks:
+            if not chunks.reads_without_hdf5():
+                return None
             self._whole_readers[layer] = os.getpid(), chunks
         return chunks
 
+    def _read_whole(self, layer: str, read: Callable[[ChunkReader], Array]) -> Array | None:
+        """Read by `_reader_of_whole`; None if there is none."""
+        while (chunks := self._reader_of_whole(layer)) is not None:
+            try:
+                return read(chunks)
+            except ValueError:
+                if not chunks.closed:  # by another thread; then the file is opened again
+                    raise
+        return None
+
     def read(self, layer: str, rows: npt.NDArray[np.int64]) -> Array:
         """Read rows of a layer, (n, ...), from one file or from several segments."""
-        if (chunks := self._reader_of_whole(layer)) is not None:
-            return chunks.take(rows)
+        if (whole := self._read_whole(layer, lambda chunks: chunks.take(rows))) is not None:
+            return whole
         info = self._contents.layers[layer]
         segments, starts = self._segments_of(layer)
         out = np.empty((len(rows), *info.row_shape), dtype=info.dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import shutil
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from tiny_model import (
     write_image,
     write_images,
 )
+from torch import nn
 from zoo import TwoStageConvNet
 
 import featx
@@ -185,6 +187,32 @@ def test_threads_share_an_embedder(store: featx.FeatureStore) -> None:
         found = list(pool.map(lambda file: embed([file])["pool"][0], [*files, *files]))
     wanted = featx.embed(files, store, **CODE)["pool"]
     np.testing.assert_allclose(found, np.concatenate([wanted, wanted]), rtol=1e-2, atol=1e-3)
+
+
+def test_a_module_and_the_process_are_the_users_while_an_embedder_is_open(
+    store: featx.FeatureStore,
+) -> None:
+    """A notebook trains the module in between, in which dropout and its weights change."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(), nn.Flatten())
+    factory = {"factory": model, "transform": MODEL["transform"]}
+    own = extract("photos", model=factory, layers=["2"], out="of_module")
+    files = files_of(own, [0, 1])
+    model.train()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    settings = torch.backends.mha.get_fastpath_enabled(), torch.get_num_threads()
+    with featx.embedder(own, model_factory=model) as embed:
+        for _ in range(2):
+            np.testing.assert_allclose(embed(files)["2"], own["2"][:2], rtol=1e-2, atol=1e-3)
+            assert model.training
+            assert all(p.requires_grad for p in model.parameters())
+            assert not any(module._forward_hooks for module in model.modules())
+            now = torch.backends.mha.get_fastpath_enabled(), torch.get_num_threads()
+            assert now == settings
+            assert not any(thread.name == "featx-loader" for thread in threading.enumerate())
+            with torch.no_grad():
+                model[0].weight.mul_(2)
+    assert torch.equal(model[0].weight, state["0.weight"] * 4)
 
 
 def test_a_closed_embedder_says_so(store: featx.FeatureStore) -> None:

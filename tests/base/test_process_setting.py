@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from tiny_engine import backbone_of
 from torch import nn
 
-from featx.base import ProcessSetting
+from featx.base import ProcessSetting, cpu_threads, quiet_logs
 from featx.engine import Engine
 
 
@@ -79,3 +82,27 @@ def test_of_two_engines_the_one_opened_first_may_close_first() -> None:
     assert not torch.backends.mha.get_fastpath_enabled()
     second.__exit__()
     assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_blocks_of_two_threads_bring_back_threads_and_logs() -> None:
+    """A thread that starts later begins with the number that another one has set last."""
+
+    def settings() -> tuple[int, int]:
+        return torch.get_num_threads(), logging.root.manager.disable
+
+    usual = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        before = settings()
+        first, second = contextlib.ExitStack(), contextlib.ExitStack()
+        for stack, method in ((first, "enter"), (second, "enter"), (first, "end"), (second, "end")):
+            with ThreadPoolExecutor(1) as thread:
+                if method == "end":
+                    thread.submit(stack.close).result()
+                    continue
+                for context in (cpu_threads(1), quiet_logs()):
+                    thread.submit(stack.enter_context, context).result()
+        with ThreadPoolExecutor(1) as thread:
+            assert thread.submit(settings).result() == before
+    finally:
+        torch.set_num_threads(usual)

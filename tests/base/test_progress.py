@@ -16,6 +16,7 @@ import types
 from collections.abc import Callable
 
 import pytest
+from conftest import run_python
 
 from featx.base import (
     Progress,
@@ -191,3 +192,44 @@ def test_a_notebook_without_settings_says_how_images_become_pixels(
     assert capsys.readouterr().out == "transform  resize 256: assumed\n"
     announce([("data", "photos"), ("layers", "a\nb")])
     assert capsys.readouterr() == ("data    photos\nlayers  a\n        b\n\n", "")
+
+
+class Minimal:
+    """What stands for a stream in some programs."""
+
+    def write(self, text: str) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+
+CLOSED = io.StringIO()
+CLOSED.close()
+
+
+@pytest.mark.parametrize("stream", [None, Minimal(), CLOSED], ids=["none", "minimal", "closed"])
+def test_a_program_may_have_any_standard_streams(
+    monkeypatch: pytest.MonkeyPatch, stream: object
+) -> None:
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, stream)
+    log_message("a message")
+    console.log_step("a step")
+    console.print_result("a result")
+    with Progress(2, 0) as bar:
+        bar.step(2, 0, 0.0)
+        bar.log("a line")
+
+
+def test_a_bar_leaves_nothing_in_the_process() -> None:
+    """tqdm's own has a thread that never ends, and fixes the start method of processes."""
+    script = (
+        "import multiprocessing, threading\n"
+        "from featx.base import CountProgress, Progress\n"
+        "for bar in (Progress(2, 0), CountProgress('rows')):\n"
+        "    bar.__enter__().__exit__()\n"
+        "assert threading.active_count() == 1, threading.enumerate()\n"
+        "multiprocessing.set_start_method('spawn')\n"
+    )
+    run_python("-c", script)

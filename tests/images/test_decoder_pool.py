@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import faulthandler
+import gc
 import os
 import pickle
 import resource
@@ -208,10 +209,14 @@ def test_a_limit_of_processes_is_named(
         left -= 1
         return fork()
 
+    gc.collect()  # exceptions of other tests hold maps of images
+    before = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(os, "fork", limited)
     with pytest.raises(RunError, match=r"can be started: Resource temp.* \(ulimit -u\)"):
         load(folder)
     assert not children(os.getpid())
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.parametrize("num_threads", [0, 1, 2])
@@ -565,6 +570,49 @@ with DecoderPool([Worker()], 2, limit_s=1.0, reads_in_decoders=True) as pool:
 def test_an_image_that_damages_shared_memory_ends_no_other_process(tmp_path: Path) -> None:
     """The decoder that seems to be late has not been started: its process would be the group."""
     run_python("-c", DAMAGED, tmp_path / "damaged", timeout=60, start_new_session=True)
+
+
+SCRIPT = """
+import sys
+sys.path[:0] = sys.argv[2:]
+from test_decoder_pool import *
+folder = Path(sys.argv[1])
+"""
+
+INTERRUPTED = """
+os.register_at_fork(after_in_parent=lambda: signal.raise_signal(signal.SIGINT))
+with pytest.raises(KeyboardInterrupt):
+    load(folder)
+assert not children(os.getpid())
+"""
+
+WITHOUT_STDERR = """
+expected = load(folder)
+os.close(2)
+assert_equal(load(folder), expected)
+"""
+
+FORKED = """
+with make_loader(folder) as loader:
+    loader.load([0])
+    before = processes()[0]
+    if not (child := os.fork()):
+        loader.__exit__()
+        os._exit(0)
+    assert os.waitpid(child, 0) == (child, 0)
+    loader.load([1])
+    assert processes()[0] == before
+"""
+
+
+@pytest.mark.parametrize(
+    "script", [INTERRUPTED, WITHOUT_STDERR, FORKED], ids=["interrupt", "no-stderr", "fork"]
+)
+def test_a_process_of_a_user_forks_decoders(folder: Path, script: str) -> None:
+    """An interrupt during the fork is not lost; a stderr that is closed is not taken for a pipe;
+    decoders are not those of a child that the user forks meanwhile."""
+    here = Path(__file__).parent
+    run_python("-c", SCRIPT + script, folder, here, here.parent, timeout=100)
 
 
 KILLED = """

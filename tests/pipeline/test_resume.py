@@ -298,8 +298,15 @@ def test_one_module_at_a_time_has_the_captures_of_a_store(photos: Path) -> None:
         found = embed(images)
         for layer in ("conv", "pool"):
             np.testing.assert_allclose(found[layer][0], store[layer][0], rtol=1e-3)
+
+    def shared() -> torch.nn.Module:
+        return module
+
+    shared.__name__ = type(module).__name__
+    with featx.embedder(store, layers="pool", model_factory=shared) as embed:
+        embed(images)
         with pytest.raises(ModelError, match="another run or embedder uses this module"):
-            featx.embed(images, store, model_factory=module)
+            featx.embed(images, store, layers="pool", model_factory=module)
     found = featx.embed(images, store, model_factory=module)
     np.testing.assert_array_equal(found["pool"][0], store["pool"][0])
     assert not any(m._forward_hooks for m in module.modules())

@@ -11,7 +11,7 @@ import resource
 import shutil
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -922,6 +922,34 @@ def test_a_with_block_closes_the_files_and_a_later_read_opens_them_again(tmp_pat
     assert_same(flat[:], run.expected("flat"))
     store.close()
     assert num_open() == 0
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_a_thread_may_close_a_store_that_others_read(
+    tmp_path: Path, packed: bool, codec: str
+) -> None:
+    run = make_run(num_rows=NUM_ROWS, part_rows=8, codec=codec)
+    store = FeatureStore(run.write(tmp_path, packed=packed))
+    expected, is_over = run.expected("flat"), threading.Event()
+
+    def read(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        for _ in range(50):
+            rows = rng.integers(0, NUM_ROWS, 5)
+            assert_same(store["flat"][rows], expected[rows])
+            assert_same(store["flat"][: rows[0]], expected[: rows[0]])
+
+    def close() -> None:
+        while not is_over.wait(1e-4):
+            store.close()
+
+    with ThreadPoolExecutor(4) as pool:
+        closing, *reading = pool.submit(close), *(pool.submit(read, seed) for seed in range(3))
+        wait(reading)
+        is_over.set()
+    for future in (closing, *reading):
+        future.result()
 
 
 SCRIPT = """

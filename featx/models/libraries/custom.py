@@ -178,8 +178,8 @@ def copy_model(model: _Model) -> _Model:
     except (RuntimeError, TypeError) as error:
         raise ModelError(
             f"the given {type(model).__name__} cannot be copied: {error}. A copy is needed if "
-            "model.weights goes into it, or if the layers of the store are of several runs. Give a "
-            "function that builds the module."
+            "model.weights goes into it, if the layers of the store are of several runs, and for "
+            "featx.embedder and predictor. Give a function that builds the module."
         ) from error
 
 

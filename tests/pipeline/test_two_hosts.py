@@ -94,7 +94,7 @@ def test_a_second_host_is_refused_sees_the_truth_and_resumes_when_the_first_is_l
 ) -> None:
     write_images(photos, 240)
     extract(photos, out="reference")
-    with running_on("node-a", *RUN) as first:
+    with running_on("node-a", *RUN, "+model.args.pause_s=1.5") as first:  # 45 s for its workers
         eventually(lambda: len(parts()) >= 1, 200, first, first.stderr.read)
         os.kill(driver_of(first), signal.SIGSTOP)  # so that it is not done before all was looked at
         refused = done_on("node-b", *RUN)

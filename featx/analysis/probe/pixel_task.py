@@ -30,7 +30,7 @@ from featx.analysis.probe.patches import (
 )
 from featx.analysis.probe.records import Choice, Record
 from featx.analysis.probe.splits import RowSplits, Split, check_sizes
-from featx.analysis.probe.task import Task, one_or_all
+from featx.analysis.probe.task import Entry, Task, one_or_all
 from featx.config import Config
 from featx.errors import counted
 from featx.store import FeatureStore
@@ -64,10 +64,8 @@ class PixelTask(Task[Patches, FittedPatches, PixelCounts]):
             f"{counted(len(self._masks.refused), 'row')} without a usable mask"
         )
 
-    def make_splits(self, seed: int) -> RowSplits:
-        rows = super().make_splits(seed)
+    def check_splits(self, rows: RowSplits) -> None:
         check_sizes(rows, f"{len(self._masks.packed)} rows with a usable mask")
-        return rows
 
     def open_layer(self, layer: str, device: torch.device) -> Patches:
         patches = Patches(self._masks, layer, device)
@@ -108,13 +106,14 @@ class PixelTask(Task[Patches, FittedPatches, PixelCounts]):
     def first_metric(self, tested: PixelCounts) -> float | None:
         return miou(tested.pixels)
 
-    def details(self, choices: Sequence[Choice]) -> dict[str, object]:
-        name = "training_patches"
-        return {name: one_or_all([choice.details[name] for choice in choices])}
+    def choice_entries(self, name: str, choices: Sequence[Choice]) -> Entry:
+        num_patches = [choice.details["training_patches"] for choice in choices]
+        about = super().choice_entries(name, choices)
+        return {**about, "training_patches": one_or_all(num_patches)}
 
-    def result_entries(self) -> Json:
+    def result_entries(self, layer: str, tested: Sequence[PixelCounts]) -> Json:
         masks, rows = self._masks, self.first_splits
-        counts = PixelCounts.join(self.tested(self.seeds[0]))
+        counts = PixelCounts.join(tested)
         groups = None if rows.groups is None else rows.groups[rows.test_places]
         return {
             **pixel_interval(counts.pixels, groups),

@@ -37,14 +37,9 @@ class Groups:
         """Number of groups."""
         return int(self.of_row.max()) + 1
 
-    @property
-    def sizes(self) -> Ints:
-        """(num_groups,) number of rows of each group."""
-        return np.bincount(self.of_row)
-
     def as_dict(self) -> dict[str, object]:
         """Return the entry `groups` of probe.json as JSON types."""
-        sizes = self.sizes
+        sizes = np.bincount(self.of_row)
         return {
             "by": self.by,
             "groups": len(sizes),

@@ -12,7 +12,7 @@ from featx.analysis.probe.masks import read_masks
 from featx.analysis.probe.metrics import (
     INTERVAL_RESAMPLES,
     Ints,
-    drawn_units,
+    drawn_counts,
     interval_entry,
     units_of_rows,
 )
@@ -152,8 +152,7 @@ def pixel_interval(pixels: Ints, groups: Ints | None) -> dict[str, object]:
     unit_counts = np.zeros((num_units, pixels[0].size))
     np.add.at(unit_counts, unit_of_row, pixels.reshape(len(pixels), -1))
     mious = list[float]()
-    for drawn in drawn_units(unit_of_row, INTERVAL_RESAMPLES, num_units):
-        times = np.stack([np.bincount(each, minlength=num_units) for each in drawn])
-        counts = (times.astype(np.float64) @ unit_counts).reshape(len(drawn), *pixels.shape[1:])
+    for times in drawn_counts(unit_of_row, INTERVAL_RESAMPLES, num_units):
+        counts = (times.astype(np.float64) @ unit_counts).reshape(len(times), *pixels.shape[1:])
         mious += resampled_mious(counts).tolist()
     return interval_entry(mious, "image" if groups is None else "group", num_units)

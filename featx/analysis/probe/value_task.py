@@ -17,7 +17,7 @@ from featx.analysis.probe.metrics import (
     LABEL_THRESHOLD,
     Matrix,
     ProbePredictions,
-    drawn_units,
+    drawn_counts,
     interval_entry,
     join_predictions,
     units_of_rows,
@@ -89,10 +89,9 @@ class ValueTask(RowTask):
         # The bootstrap of the first metric draws rows, or groups with all their rows.
         unit_of_row = units_of_rows(joined.groups, len(joined.y))
         num_units, values = int(unit_of_row.max()) + 1, []
-        for block in drawn_units(unit_of_row, INTERVAL_RESAMPLES, num_units):
-            for drawn in block:
-                times = np.bincount(drawn, minlength=num_units)[unit_of_row]
-                rows = np.repeat(np.arange(len(times)), times)
+        for block in drawn_counts(unit_of_row, INTERVAL_RESAMPLES, num_units):
+            for times in block:
+                rows = np.repeat(np.arange(len(joined.y)), times[unit_of_row])
                 sample = joined.y[rows], joined.predicted[rows]
                 values.append(first_value_metric(self.kind.name, *sample))
         unit = "row" if joined.groups is None else "group"

@@ -30,7 +30,7 @@ from featx.errors import ConfigError, counted, first_names
 from featx.store import FeatureStore
 from featx.types import Json
 
-METHODS = ("linear", "knn")
+_METHODS = ("linear", "knn")
 """Methods that predict numbers and several labels."""
 
 _OF_CLASSES = ("shots", "bootstrap")
@@ -139,7 +139,7 @@ def _check_options(config: Config, kind: TaskKind) -> None:
         )
     if config.probe.calibration != "none":
         raise ConfigError(f"probe.calibration has an effect on classes only; this is {kind.name}.")
-    if unsupported := set(config.probe.methods) - set(METHODS):
+    if unsupported := set(config.probe.methods) - set(_METHODS):
         linear = "ridge" if kind.name == "regression" else "logistic"
         raise ConfigError(
             f"probe.method={', '.join(sorted(unsupported))} predicts classes; with {kind.name} "

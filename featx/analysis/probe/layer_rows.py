@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from featx.analysis.layer_vectors import LayerRows, LayerVectors
 from featx.analysis.probe.labelled_rows import LabelledRows
 from featx.analysis.probe.metrics import CLASSIFICATION, Ints
-from featx.base import check_memory, cpu_threads
+from featx.base import check_memory
 from featx.config import ProbeConfig
 from featx.errors import ConfigError, ReduceError
 from featx.layers import RowLayout, channels_last, is_heat_map
@@ -198,10 +198,17 @@ SMALL_NUMBERS = 1 << 21
 second thread could help."""
 
 
-def threads_for(numbers: int, device: torch.device) -> AbstractContextManager[None]:
-    """Return a context with one thread of torch if a matrix on the CPU is small.
+@contextlib.contextmanager
+def threads_for(numbers: int, device: torch.device) -> Iterator[None]:
+    """Use one thread inside the block if a matrix on the CPU is small.
 
     With other busy processes, two threads that wait for each other after every small operation took
     60 times as long.
     """
-    return cpu_threads(1 if device.type == "cpu" and numbers <= SMALL_NUMBERS else None)
+    num_threads = torch.get_num_threads()
+    if device.type == "cpu" and numbers <= SMALL_NUMBERS:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)

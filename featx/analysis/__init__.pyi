@@ -1,4 +1,4 @@
-from .embedding import embed_images as embed_images
+from .embedding import Embedder as Embedder
 from .engine_specs import ATTRIBUTIONS as ATTRIBUTIONS
 from .engine_specs import FEATURES as FEATURES
 from .engine_specs import engine_spec as engine_spec
@@ -6,8 +6,8 @@ from .layer_vectors import LayerRows as LayerRows
 from .layer_vectors import LayerVectors as LayerVectors
 from .layer_vectors import float_blocks as float_blocks
 from .prediction import Predictions as Predictions
+from .prediction import Predictor as Predictor
 from .prediction import head_of_store as head_of_store
-from .prediction import run_prediction as run_prediction
 from .reproducibility import ImagesReport as ImagesReport
 from .reproducibility import ReproducibilityReport as ReproducibilityReport
 from .reproducibility import check_images as check_images

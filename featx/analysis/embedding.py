@@ -125,7 +125,10 @@ def embedder(
 
 
 class Embedder(LoadedFunction):
-    """Features of new images by models that stay loaded; made by `embedder`."""
+    """Features of new images by models that stay loaded; made by `embedder`.
+
+    The config says the device and, for custom models, the model.
+    """
 
     def __init__(
         self,
@@ -187,16 +190,6 @@ class Embedder(LoadedFunction):
             for row, failure in sorted(failures.items())
         ]
         return Embedding(found, ok, listed)
-
-
-def embed_images(
-    config: Config, store: FeatureStore, images: Sequence[object], layers: Sequence[str]
-) -> Embedding:
-    """Compute features of images as `embed` does, for layers of the store by name. The config says
-    the device and, for custom models, the model.
-    """
-    with Embedder(config, store, layers, pads=True) as model:
-        return model(images)
 
 
 class _EmbeddingSink(NewImagesSink):

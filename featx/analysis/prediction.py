@@ -150,7 +150,10 @@ def predictor(
 
 
 class Predictor(LoadedFunction):
-    """Predictions by a head and a model that stay loaded; made by `predictor`."""
+    """Predictions by a head and a model that stay loaded; made by `predictor`.
+
+    The config says the data, device, seed and, for custom models, the model.
+    """
 
     def __init__(
         self, config: Config, path: Path, pads: bool, model_factory: object = None
@@ -182,7 +185,9 @@ class Predictor(LoadedFunction):
         return self.predict(self._data, list_given_images(images))
 
     def predict(self, data: DataConfig, images: Sequence[object] | None = None) -> Predictions:
-        """Predict for the images of a data set, or of a list."""
+        """Predict for the images of a data set, or of a list. The scores of the views of an image
+        (data.views, data.crops) are averaged.
+        """
         head, about, (model,) = self._head, self._about, self.models
         data = images_read_as(data, model.config.data)
         with model.run(images, data) as context:
@@ -203,16 +208,6 @@ class Predictor(LoadedFunction):
         accuracy = float("nan") if about["accuracy"] is None else float(about["accuracy"])
         layer = str(about["dataset"])
         return Predictions(rows, sink.scores, classes, layer, accuracy, metrics, head.task)
-
-
-def run_prediction(config: Config, path: Path) -> Predictions:
-    """Predict classes, labels or numbers of the images of `config.data` with the head in `path`.
-
-    The scores of the views of an image (data.views, data.crops) are averaged. The config says the
-    data, device, seed and, for custom models, the model; errors are those of `predict`.
-    """
-    with Predictor(config, path, pads=True) as model:
-        return model.predict(config.data)
 
 
 class _PredictionSink(NewImagesSink):

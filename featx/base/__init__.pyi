@@ -45,6 +45,7 @@ from .machine import is_memory_exhausted as is_memory_exhausted
 from .machine import keep_freed_memory as keep_freed_memory
 from .machine import kept_freed_memory as kept_freed_memory
 from .machine import num_cpus as num_cpus
+from .machine import one_blas_thread as one_blas_thread
 from .machine import resident_memory as resident_memory
 from .machine import return_freed_memory as return_freed_memory
 from .machine import take_cpus as take_cpus

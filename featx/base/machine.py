@@ -1,12 +1,17 @@
-"""CPUs and memory that this process may use, and what its allocator does with freed memory."""
+"""CPUs and memory that this process may use, threads of BLAS, and what its allocator does with
+freed memory.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import functools
 import os
 import sys
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +160,30 @@ def _free_bytes(group: Path) -> float | None:
         return float(limit_bytes - used_bytes + sum(cached))
     except (OSError, ValueError):  # "max" means no limit
         return None
+
+
+# The threads of BLAS, which numpy and scipy call: their number is one of the whole process.
+
+_blas_lock = threading.Lock()
+
+
+@functools.cache
+def _blas_controller() -> Any:
+    """BLAS libraries of this process: to find them takes longer than a small fit."""
+    from threadpoolctl import ThreadpoolController
+
+    return ThreadpoolController().select(user_api="blas")
+
+
+@contextlib.contextmanager
+def one_blas_thread() -> Iterator[None]:
+    """Give BLAS a single thread inside the block; scipy, which has its own, is imported before.
+
+    One block runs at a time: of two that overlap, the last to end would restore the single thread
+    of the other one, and keep the process at it.
+    """
+    with _blas_lock, _blas_controller().limit(limits=1):
+        yield
 
 
 # The C library's allocator, which torch uses for every activation on a CPU.

@@ -117,10 +117,11 @@ def _nearest_to_image(
     image: str, store: FeatureStore, layer: str, config: Config
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """Find the rows nearest to an image file that is no row, and their scores."""
-    from featx.analysis import embed_images
+    from featx.analysis import Embedder
     from featx.analysis.similarity import nearest_to  # both import torch
 
-    embedding = embed_images(config, store, [image], [layer])
+    with Embedder(config, store, [layer], pads=True) as embed:
+        embedding = embed([image])
     if embedding.failures:
         failure = embedding.failures[0]
         raise DataError(f"{image}: {failure['status']}: {failure['message']}")

@@ -40,7 +40,7 @@ _PREDICTED = {
 
 def run(config: Config, config_yaml: str) -> int:
     """Predict the images, write the files and print a summary; returns the exit code."""
-    from featx.analysis import head_of_store, run_prediction  # which import torch
+    from featx.analysis import Predictor, head_of_store  # which import torch
     from featx.export.report import render_predictions
 
     path_given = config.store_path()
@@ -51,7 +51,8 @@ def run(config: Config, config_yaml: str) -> int:
         out = Path("runs", config.data.folder_name, head.stem)
     disk = AtomicFolder(out)
     check_writable(disk.root)  # first, so that an unusable path fails early
-    predictions = run_prediction(config, head)
+    with Predictor(config, head, pads=True) as model:
+        predictions = model.predict(config.data)
     disk.make_folder(disk.root)
     path, page = disk.root / PREDICTIONS_CSV, disk.root / PREDICTIONS_HTML
     with disk.stream_file(path) as file:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from conftest import run_python
 from probe_problem import blobs, features_of, problem_of
 from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import StandardScaler
+from threadpoolctl import threadpool_info
 
 from featx.analysis.probe import logistic_regression, methods, minibatch_regression
 from featx.analysis.probe.heads import Scaler, fit_scaler, scaler_of
@@ -37,6 +40,37 @@ def test_a_fit_imports_no_compiler() -> None:
         "assert 'torch._dynamo' not in sys.modules and 'sklearn' not in sys.modules"
     )
     run_python("-c", code)
+
+
+def test_fits_in_two_threads_leave_the_threads_of_blas_as_they_were() -> None:
+    """Unless it waits, the second fit begins while the first one runs, and ends after it."""
+    first_runs, second_runs = Event(), Event()
+    rows, labels = torch.eye(6), torch.arange(6) % 3
+    seen: list[int] = []
+
+    def num_threads() -> list[int]:
+        return [each["num_threads"] for each in threadpool_info() if each["user_api"] == "blas"]
+
+    def first_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if not first_runs.is_set():
+            first_runs.set()
+            second_runs.wait(1)
+        return logistic_regression.class_loss(logits, targets)
+
+    def second_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        second_runs.set()
+        first.result(60)
+        seen.extend(num_threads())
+        return logistic_regression.class_loss(logits, targets)
+
+    fit_logistic(rows, labels, 3, 0.1)  # imports scipy, which has its own BLAS
+    before = num_threads()
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(fit_logistic, rows, labels, 3, 0.1, loss=first_loss)
+        assert first_runs.wait(60)
+        threads.submit(fit_logistic, rows, labels, 3, 0.1, loss=second_loss).result(60)
+    assert set(seen) == {1}
+    assert num_threads() == before
 
 
 @pytest.mark.filterwarnings("ignore:.*[Ll]ine [Ss]earch")  # scikit-learn has no digits left

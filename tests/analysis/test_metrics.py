@@ -18,7 +18,7 @@ from featx.analysis.probe.class_metrics import (
     prediction_metrics,
     weighted_metrics,
 )
-from featx.analysis.probe.metrics import CLASS_METRICS, ProbePredictions, drawn_units, wilson
+from featx.analysis.probe.metrics import CLASS_METRICS, ProbePredictions, drawn_counts, wilson
 from featx.analysis.probe.patches import PixelCounts
 from featx.analysis.probe.pixel_task import pixel_interval
 
@@ -67,10 +67,10 @@ def test_resamples_of_many_classes_are_taken_a_few_at_a_time(
 ) -> None:
     predictions = drawn_predictions(40, 200)
     expected = bootstrap_entry(predictions, 30)
-    whole = [*drawn_units(np.arange(40), 30, 200)]
+    whole = [*drawn_counts(np.arange(40), 30, 200)]
     set_block_sizes(16 * 2000)
     assert bootstrap_entry(predictions, 30) == expected
-    parts = [*drawn_units(np.arange(40), 30, 200)]
+    parts = [*drawn_counts(np.arange(40), 30, 200)]
     assert [len(part) for part in parts] == [10, 10, 10]
     assert np.array_equal(np.concatenate(parts), np.concatenate(whole))
 

@@ -6,7 +6,6 @@ A resample is a weight of each row, the number of times that it was drawn. sciki
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from featx.analysis.probe.metrics import (
     Ints,
     Matrix,
     ProbePredictions,
-    drawn_units,
+    drawn_counts,
     effective_rows,
     units_of_rows,
     wilson,
@@ -71,7 +70,7 @@ def prediction_metrics(predictions: ProbePredictions) -> dict[str, Any]:
         "precision": _shares(right, num_predicted),
         "recall": _shares(right, support),
         "support": support.tolist(),
-        "confusion": confusion(y, predicted, num_classes).tolist() if has_matrix else None,
+        "confusion": confusion_matrix(y, predicted, num_classes).tolist() if has_matrix else None,
     }
 
 
@@ -86,7 +85,12 @@ def bootstrap_entry(predictions: ProbePredictions, resamples: int) -> Json:
     undefined, metric -> number of resamples that are left out because it is not defined in them,
     for metrics with such resamples.
     """
-    blocks = [weighted_metrics(predictions, each) for each in _weights(predictions, resamples)]
+    unit_of_row = units_of_rows(predictions.groups, len(predictions.y))
+    numbers = max(predictions.class_scores.shape)  # the classes of a resample are counted as well
+    blocks = [
+        weighted_metrics(predictions, counts[:, unit_of_row].astype(np.float64))
+        for counts in drawn_counts(unit_of_row, resamples, numbers)
+    ]
     available, undefined = prediction_metrics(predictions), {}
     intervals: dict[str, list[float] | None] = dict.fromkeys(CLASS_METRICS)
     for name in CLASS_METRICS:
@@ -108,18 +112,10 @@ def bootstrap_entry(predictions: ProbePredictions, resamples: int) -> Json:
     }
 
 
-def _weights(predictions: ProbePredictions, resamples: int) -> Iterator[Matrix]:
-    """Yield weights of resamples in blocks, (b, n) each."""
-    unit_of_row = units_of_rows(predictions.groups, len(predictions.y))
-    numbers = max(predictions.class_scores.shape)  # the classes of a resample are counted as well
-    for drawn in drawn_units(unit_of_row, resamples, numbers):
-        drawn += drawn.shape[1] * np.arange(len(drawn))[:, None]
-        times = np.bincount(drawn.ravel(), minlength=drawn.size).reshape(drawn.shape)
-        yield times[:, unit_of_row].astype(np.float64)
-
-
-def confusion(y: Ints, predicted: Ints, num_classes: int) -> Ints:
-    """Count predictions: row i, column j is the number of rows of class i predicted as j."""
+def confusion_matrix(y: Ints, predicted: Ints, num_classes: int) -> Ints:
+    """Count predictions: row i, column j is the number of rows or pixels of class i predicted as
+    j.
+    """
     cells = np.bincount(y * num_classes + predicted, minlength=num_classes**2)
     return cells.reshape(num_classes, num_classes).astype(np.int64)
 

@@ -10,11 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from featx.analysis.probe import methods
 from featx.analysis.probe.class_metrics import bootstrap_entry, prediction_metrics
 from featx.analysis.probe.comparisons import compare_with_best, compared_store_entry
-from featx.analysis.probe.few_shot import Draw, few_shot_csv, fit_few_shot
-from featx.analysis.probe.heads import Head
 from featx.analysis.probe.knn import K_GRID
 from featx.analysis.probe.labelled_rows import (
     TaskKind,
@@ -24,12 +21,12 @@ from featx.analysis.probe.labelled_rows import (
 )
 from featx.analysis.probe.layer_rows import ATTENTIVE, Problem, probe_rows, require_tokens
 from featx.analysis.probe.leakage import NEAR_COSINE, NearDuplicates, near_duplicates, repeated_rows
-from featx.analysis.probe.methods import FittedProbe
+from featx.analysis.probe.methods import FittedProbe, fit_few_shot
 from featx.analysis.probe.metrics import ProbePredictions, join_predictions, mean_and_spread
 from featx.analysis.probe.output_files import read_probe
 from featx.analysis.probe.records import Choice, Record
 from featx.analysis.probe.splits import RowSplits, Split, check_split, small_classes
-from featx.analysis.probe.task import Entry, RowTask
+from featx.analysis.probe.task import Entry, RowTask, one_or_all
 from featx.base import check_memory
 from featx.config import Config, listed_stores
 from featx.errors import DataError, counted
@@ -103,11 +100,9 @@ class ClassTask(RowTask):
             layers, key=lambda layer: probe_rows(training.store, layer, training.rows).width
         )
         self._near: dict[int, NearDuplicates] = {}
-        self._draws: dict[tuple[str, str], list[Draw]] = {}
 
-    def make_splits(self, seed: int) -> RowSplits:
-        rows, options = super().make_splits(seed), self.config.probe
-        if self.testing is None and options.split is None:
+    def check_splits(self, rows: RowSplits) -> None:
+        if self.testing is None and self.config.probe.split is None:
             folds = rows.settings.get("folds", 2)
             rows.notes.extend(small_classes(self.training, rows, folds))
         grouped = rows.grouped
@@ -115,7 +110,6 @@ class ClassTask(RowTask):
         has_share = "test_share" in rows.settings
         for split in rows.splits:
             check_split(split, self.targets, self.training.classes, unit, has_share)
-        return rows
 
     def describe_layer(self, layer: str, opened: Problem) -> dict[str, object]:
         features = opened.features
@@ -155,34 +149,23 @@ class ClassTask(RowTask):
     def first_metric(self, tested: ProbePredictions) -> float | None:
         return tested.accuracy
 
-    def settings(self, name: str, choices: Sequence[Choice]) -> dict[str, Any]:
-        settings = [choice.setting for choice in choices]
-        if len(settings) == 1:
-            return {name: settings[0]}
-        return {name: float(statistics.median_low(settings)), f"{name}_of_folds": settings}
-
-    def details(self, choices: Sequence[Choice]) -> dict[str, object]:
-        return choices[0].details
-
-    def notes(self, choices: Sequence[Choice]) -> list[str]:
-        if len(choices) == 1:
-            return choices[0].notes
-        return [
-            f"fold {number} of {len(choices)}: {note}"
-            for number, choice in enumerate(choices, 1)
-            for note in choice.notes
-        ]
-
-    def finish_head(
-        self, problem: Problem, fits: Sequence[FittedProbe], final: FittedProbe, entry: Entry
-    ) -> Head:
-        of_folds = [fit.choice.details.get("calibration_temperature") for fit in fits]
-        if temperatures := [each for each in of_folds if each is not None]:
-            entry["calibration_temperature_of_folds"] = temperatures
-            final = methods.calibrate(problem, final, statistics.median_low(temperatures))
-        entry |= final.choice.details
-        assert final.head is not None
-        return final.head
+    def choice_entries(self, name: str, choices: Sequence[Choice]) -> Entry:
+        chosen: Entry = {name: choices[0].setting}
+        notes = choices[0].notes
+        if len(choices) > 1:
+            settings = [choice.setting for choice in choices]
+            chosen = {name: float(statistics.median_low(settings)), f"{name}_of_folds": settings}
+            notes = [
+                f"fold {number} of {len(choices)}: {note}"
+                for number, choice in enumerate(choices, 1)
+                for note in choice.notes
+            ]
+        return {
+            **chosen,
+            "sweep": one_or_all([choice.sweep for choice in choices]),
+            **choices[0].details,
+            "notes": list(dict.fromkeys(notes)),
+        }
 
     def finish_method(
         self, opened: Problem, layer: str, method: str, fits: Sequence[FittedProbe], entry: Entry
@@ -190,7 +173,7 @@ class ClassTask(RowTask):
         super().finish_method(opened, layer, method, fits, entry)
         if self.config.probe.all_shots:
             splits = self.first_splits.splits
-            entry["few_shot"], self._draws[layer, method] = fit_few_shot(opened, method, splits)
+            entry["few_shot"], self.draws[layer, method] = fit_few_shot(opened, method, splits)
 
     def finish_layer(self) -> None:
         """Drop the scores that neither predictions.csv nor the best layer needs."""
@@ -205,22 +188,19 @@ class ClassTask(RowTask):
                 for record in records
             ]
 
-    def result_entries(self) -> Json:
+    def result_entries(self, layer: str, tested: Sequence[ProbePredictions]) -> Json:
         options, classes = self.config.probe, list(self.training.classes)
-        best = self.answer(self.seeds[0])["layer"]
-        joined = join_predictions(self.tested(self.seeds[0]))
-        first = {
-            layer: join_predictions([replace(record.tested, scores=None) for record in records])
-            for (seed, layer, method), records in self.folds.items()
+        joined = join_predictions(tested)
+        of_layers = {
+            name: join_predictions([replace(record.tested, scores=None) for record in records])
+            for (seed, name, method), records in self.folds.items()
             if (seed, method) == (self.seeds[0], self.methods[0])
         }
+        near, best = self._near_entry(joined), of_layers.pop(layer)
         entries: dict[str, Any] = {
             "classes": classes,
-            "near_duplicates": self._near_entry(joined),
-            "paired_tests": compare_with_best(
-                first[best],
-                {layer: each for layer, each in first.items() if layer != best},
-            ),
+            "near_duplicates": near,
+            "paired_tests": compare_with_best(best, of_layers),
             "bootstrap": None,
             "compared_store": None,
             "layer_selection": self._selection_entry(),
@@ -233,11 +213,22 @@ class ClassTask(RowTask):
             entries["compared_store"] = compared_store_entry(
                 self._other, joined, self.keys[places], np.concatenate(checksums)[places], classes
             )
-        notes, near = self.notes_on_rows(), entries["near_duplicates"]
-        if count := self.layers[best]["repeated_rows"]:
+        return {**entries, "notes_on_rows": [*self.notes_on_rows(), *self._test_notes(layer, near)]}
+
+    def _test_notes(self, layer: str, near: Json) -> list[str]:
+        """Return notes about the test rows and what is not written about them."""
+        rows, notes = self.first_splits, list[str]()
+        if rows.groups is not None:
+            num_groups = len(np.unique(rows.groups[rows.test_places]))
+            if num_groups < _FEW_GROUPS:
+                notes.append(
+                    f"the test rows are of {counted(num_groups, 'group')}; with fewer than "
+                    f"{_FEW_GROUPS} the intervals are too narrow"
+                )
+        if count := self.layers[layer]["repeated_rows"]:
             notes.append(
                 f"{counted(count, 'test row has', 'test rows have')} the same vector as a training "
-                f"row in {best}; these may be the same images"
+                f"row in {layer}; these may be the same images"
             )
         if near["rows"]:
             notes.append(
@@ -251,17 +242,6 @@ class ClassTask(RowTask):
                 f"{layout.PROBE_PREDICTIONS} has no column per class: it would have more than "
                 f"{self._max_scores} scores; AUROC and top-5 cannot be recomputed from it"
             )
-        return {**entries, "notes_on_rows": notes}
-
-    def notes_on_rows(self) -> list[str]:
-        rows, notes = self.first_splits, super().notes_on_rows()
-        if rows.groups is not None:
-            num_groups = len(np.unique(rows.groups[rows.test_places]))
-            if num_groups < _FEW_GROUPS:
-                notes.append(
-                    f"the test rows are of {counted(num_groups, 'group')}; with fewer than "
-                    f"{_FEW_GROUPS} the intervals are too narrow"
-                )
         return notes
 
     def untested_lines(self, seed: int) -> Iterator[list[object]]:
@@ -279,9 +259,6 @@ class ClassTask(RowTask):
             name = self.training.classes[self.targets[place]]
             start[3] = ""  # no fold
             yield [*start, name, *[""] * (len(self.columns) - 1)]
-
-    def few_shot_csv(self) -> bytes | None:
-        return few_shot_csv(self, self._draws) if self._draws else None
 
     def test_columns(self, record: Record[ProbePredictions], row: int) -> Iterator[list[object]]:
         tested, classes = record.tested, self.training.classes

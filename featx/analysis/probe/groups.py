@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from featx.analysis.probe.labelled_rows import LabelledRows
 from featx.analysis.probe.metrics import Ints, Matrix
-from featx.errors import counted
 from featx.sources import origins_of
 from featx.types import NO_IMAGE, Array
 
@@ -38,14 +37,9 @@ class Groups:
         """Number of groups."""
         return int(self.of_row.max()) + 1
 
-    @property
-    def sizes(self) -> Ints:
-        """(num_groups,) number of rows of each group."""
-        return np.bincount(self.of_row)
-
     def as_dict(self) -> dict[str, object]:
         """Return the entry `groups` of probe.json as JSON types."""
-        sizes = self.sizes
+        sizes = np.bincount(self.of_row)
         return {
             "by": self.by,
             "groups": len(sizes),
@@ -105,16 +99,6 @@ def overlap_notes(training: LabelledRows, testing: LabelledRows, column: str | N
                 f"rows have too, such as {theirs[both][0]}: the accuracy may be too high"
             )
     return notes
-
-
-def missing_group_notes(grouped: Groups | None, column: str | None) -> list[str]:
-    """Return a note about rows without a value in the column of the groups."""
-    if grouped is None or not grouped.num_missing:
-        return []
-    return [
-        f"{counted(grouped.num_missing, 'row has', 'rows have')} no value of {column}: each is "
-        "a group of its own"
-    ]
 
 
 def _column_values(labelled: LabelledRows, column: str) -> tuple[Array, npt.NDArray[np.bool_]]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch.nn import functional
 
 from featx.analysis.probe.metrics import Ints, Matrix
-from featx.base import check_memory, rows_of_block
+from featx.base import check_memory, one_blas_thread, rows_of_block
 
 L2_GRID = (10.0, 1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 """Penalties to try, the strongest first, so that each fit starts close to its minimum."""
@@ -107,14 +105,6 @@ class Trial:
         }
 
 
-@functools.cache
-def _blas_controller() -> Any:
-    """BLAS of this process, scipy's included: to find it takes longer than a small fit."""
-    from threadpoolctl import ThreadpoolController
-
-    return ThreadpoolController().select(user_api="blas")
-
-
 def fit_logistic(
     x: torch.Tensor,
     y: torch.Tensor,
@@ -169,7 +159,7 @@ def fit_logistic(
     options = {"maxiter": MAX_ITERATIONS, "maxfun": 10 * MAX_ITERATIONS, "maxls": 50}
     # The threads of scipy's BLAS spin between its short operations: on two busy CPUs a probe took
     # five times as long. Those of torch multiply the matrices.
-    with _blas_controller().limit(limits=1):
+    with one_blas_thread():
         found = minimize(
             objective,
             first.numpy().ravel(),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,14 +28,24 @@ from featx.analysis.probe.heads import (
 )
 from featx.analysis.probe.layer_rows import Problem
 from featx.analysis.probe.logistic_regression import Fit
-from featx.analysis.probe.metrics import CLASSIFICATION, MULTILABEL, REGRESSION, Ints, Matrix
-from featx.analysis.probe.records import Choice
-from featx.analysis.probe.splits import Split
+from featx.analysis.probe.metrics import (
+    CLASSIFICATION,
+    MULTILABEL,
+    REGRESSION,
+    Ints,
+    Matrix,
+    mean_and_spread,
+)
+from featx.analysis.probe.records import Choice, Draw
+from featx.analysis.probe.splits import Split, few_shot_places
 from featx.errors import ConfigError
 from featx.types import Array, Json
 
 NO_VOTE = 1e-30
 """Probability in the loss of a class that has none, so that its logarithm is finite."""
+
+_FEW_SHOT = "1 / rows, as scikit-learn's C=1"
+"""Text in probe.json for the penalty of few-shot fits."""
 
 SMALL_BYTES = 64 << 20
 """Size up to which rows of a streamed layer, mostly few-shot ones, are read into memory."""
@@ -60,7 +71,8 @@ def fit(problem: Problem, method: str, split: Split) -> FittedProbe:
     Validation rows of a class without a row in `split.fit` do not count: its logit falls without
     end, so that their loss says how soon a fit ended.
     """
-    options, name, train = problem.options, name_of_choice(method), split.train
+    options, name, solver = problem.options, name_of_choice(method), _solver(problem, method)
+    train = split.train
     if problem.task == CLASSIFICATION:
         validation = split.validation
         is_fitted = np.isin(problem.y[validation], problem.y[split.fit])
@@ -71,9 +83,9 @@ def fit(problem: Problem, method: str, split: Split) -> FittedProbe:
     elif options.l2 is not None:
         grid = (options.l2,)
     else:
-        grid = ridge.STRENGTHS if _is_ridge(problem, method) else logistic_regression.L2_GRID
+        grid = ridge.STRENGTHS if solver == "ridge" else logistic_regression.L2_GRID
     fits: list[Fit] = []
-    if _is_logistic(problem, method):
+    if solver == "logistic":
         trials, fits, logits = _sweep_logistic(problem, split, grid)
     else:
         y = problem.y[split.validation]
@@ -115,10 +127,41 @@ def fit_with_setting(
     if method == "knn":
         k = int(chosen)
         return FittedProbe(lambda queries: knn.vote(problem, places, queries, (k,))[k], Choice(k))
-    if _is_logistic(problem, method):
+    if _solver(problem, method) == "logistic":
         return _fit_logistic(problem, places, chosen, start)
-    features, heads, details = _heads(problem, method, places, (chosen,))
-    return _head_probe(features, heads[0], chosen, details=details)
+    features, (head,), details = _heads(problem, method, places, (chosen,))
+    return FittedProbe(partial(scores_of, head, features), Choice(chosen, details=details), head)
+
+
+def fit_few_shot(problem: Problem, method: str, splits: Sequence[Split]) -> tuple[Json, list[Draw]]:
+    """Fit with few rows per class over several draws, with fixed settings. Return the entry
+    `few_shot` of probe.json, by number of rows, and all draws.
+    """
+    options, entry, draws = problem.options, {}, list[Draw]()
+    option = options.k if method == "knn" else options.l2
+    for shots in options.all_shots:
+        accuracies, rows, rows_of_classes = [], [], list[int]()
+        for number in range(options.seeds or 5):
+            fold = number % len(splits)
+            split = splits[fold]
+            places = few_shot_places(problem.y, split.train, shots, number, problem.seed)
+            chosen = option if option is not None else shots if method == "knn" else 1 / len(places)
+            fitted = fit_with_setting(problem, method, places, chosen)
+            predicted = fitted.scores(split.test).argmax(1)
+            accuracies.append(float((predicted == problem.y[split.test]).mean()))
+            rows.append(len(places))
+            rows_of_classes += np.unique(problem.y[places], return_counts=True)[1].tolist()
+            draws.append(Draw(shots, number, fold, places, split.test, predicted))
+            if len(places) == len(split.train) and len(splits) == 1:
+                break  # further draws would have the same rows, and no spread
+        chosen_as = option if option is not None else "shots" if method == "knn" else _FEW_SHOT
+        entry[str(shots)] = {
+            **mean_and_spread(accuracies),
+            "rows": rows,
+            "rows_per_class": [min(rows_of_classes), max(rows_of_classes)],
+            name_of_choice(method): chosen_as,
+        }
+    return entry, draws
 
 
 def name_of_choice(method: str) -> str:
@@ -128,32 +171,21 @@ def name_of_choice(method: str) -> str:
 
 def calibrate(problem: Problem, fitted: FittedProbe, temperature: float) -> FittedProbe:
     """Return a fitted linear probe with its logits divided by a temperature."""
-    head, choice = fitted.head, fitted.choice
+    head = fitted.head
     assert head is not None
     head = replace(head, weight=head.weight / temperature, bias=head.bias / temperature)
-    details = {**choice.details, "calibration_temperature": temperature}
-    return _head_probe(problem.features, head, choice.setting, choice.notes, details)
+    details = {**fitted.choice.details, "calibration_temperature": temperature}
+    choice = replace(fitted.choice, details=details)
+    return FittedProbe(partial(scores_of, head, problem.features), choice, head)
 
 
-def _head_probe(
-    features: LayerVectors,
-    head: Head,
-    setting: float,
-    notes: Sequence[str] = (),
-    details: dict[str, object] | None = None,
-) -> FittedProbe:
-    choice = Choice(setting, notes=list(notes), details=details or {})
-    return FittedProbe(lambda places: scores_of(head, features, places), choice, head)
-
-
-def _is_ridge(problem: Problem, method: str) -> bool:
-    """Return whether a method is least squares, as `linear` is for numbers."""
-    return method == "ridge" or (method == "linear" and problem.task == REGRESSION)
-
-
-def _is_logistic(problem: Problem, method: str) -> bool:
-    """Return whether a method is logistic regression on vectors."""
-    return method == "linear" and problem.task != REGRESSION
+def _solver(problem: Problem, method: str) -> str:
+    """Return 'logistic', 'ridge', 'knn' or 'attentive'. The method `linear` is logistic regression
+    for classes and labels, and ridge regression for numbers.
+    """
+    if method != "linear":
+        return method
+    return "ridge" if problem.task == REGRESSION else "logistic"
 
 
 def _scores(
@@ -198,7 +230,7 @@ def _heads(
     """Fit least squares, or logistic regression on tokens, with several penalties. Return what the
     heads read, a head for each penalty, and details about the fits.
     """
-    if _is_ridge(problem, method):
+    if _solver(problem, method) == "ridge":
         head_of = ridge.solve(problem, places)
         return problem.features, [replace(head_of(l2), task=problem.task) for l2 in settings], {}
     tokens = problem.tokens
@@ -283,7 +315,8 @@ def _fit_logistic(problem: Problem, places: Ints, l2: float, start: Fit | None) 
         "converged": fit.converged,
     }
     head = _logistic_head(problem, scaler, fit)
-    return _head_probe(features, head, l2, fit.notes(l2), details)
+    choice = Choice(l2, notes=fit.notes(l2), details=details)
+    return FittedProbe(partial(scores_of, head, features), choice, head)
 
 
 def _logistic_head(problem: Problem, scaler: Scaler, fit: Fit) -> Head:

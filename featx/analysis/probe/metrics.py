@@ -219,9 +219,10 @@ def units_of_rows(groups: Ints | None, num_rows: int) -> Ints:
     return units
 
 
-def drawn_units(unit_of_row: Ints, resamples: int, num_weights: int) -> Iterator[Ints]:
-    """Yield the drawn units of some resamples at a time, (b, units), which take half a block if a
-    resample has `num_weights` float64 weights.
+def drawn_counts(unit_of_row: Ints, resamples: int, num_weights: int) -> Iterator[Ints]:
+    """Draw as many units with replacement as there are. Yield for some resamples at a time how
+    often each unit was drawn, (b, units); they take half a block if a resample has `num_weights`
+    float64 weights.
 
     The same rows get the same resamples, whatever the number in a block.
     """
@@ -229,7 +230,9 @@ def drawn_units(unit_of_row: Ints, resamples: int, num_weights: int) -> Iterator
     block = rows_of_block(16 * num_weights)
     for start in range(0, resamples, block):
         size = min(block, resamples - start)
-        yield rng.integers(num_units, size=(size, num_units))
+        drawn = rng.integers(num_units, size=(size, num_units))
+        cells = drawn + num_units * np.arange(size)[:, None]  # of a table of resamples and units
+        yield np.bincount(cells.ravel(), minlength=cells.size).reshape(cells.shape)
 
 
 def interval_entry(values: Sequence[float | None], unit: str, num_units: int) -> dict[str, object]:

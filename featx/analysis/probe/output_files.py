@@ -1,4 +1,4 @@
-"""Files of a probe: probe.json, predictions.csv and one head per layer."""
+"""Files of a probe: probe.json, predictions.csv, few_shot.csv and one head per layer."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 from featx.analysis.probe.comparisons import OtherProbe
 from featx.analysis.probe.heads import extraction_entries, head_bytes, head_path
+from featx.analysis.probe.records import Draw
 from featx.analysis.probe.task import COLUMNS, AnyTask
 from featx.analysis.value_settings import run_of_layer
 from featx.base import command_text, csv_bytes, csv_cell
@@ -49,8 +50,8 @@ def write_probe(task: AnyTask, result: dict[str, Any]) -> None:
         result["layers"][layer]["head"] = {"method": method, **write(paths[layer], head_data)}
     result["head"] = result["layers"][result["layer"]].get("head")
     path = folder / layout.PROBE_HEADS / layout.PROBE_FEW_SHOT
-    if (data := task.few_shot_csv()) is not None:
-        result["few_shot_predictions"] = write(path, data)
+    if task.draws:
+        result["few_shot_predictions"] = write(path, csv_bytes(_few_shot_lines(task)))
     else:
         disk.remove(path)  # the file of an earlier probe
     path = folder / layout.PROBE_HEADS / layout.PROBE_PREDICTIONS
@@ -74,6 +75,31 @@ def _prediction_lines(task: AnyTask) -> Iterator[list[object]]:
                     start = task.line_start(seed, layer, method, record.fold, "test", place)
                     for columns in task.test_columns(record, row):
                         yield [*start, *columns]
+
+
+def _few_shot_lines(task: AnyTask) -> Iterator[list[object]]:
+    """Yield the lines of few_shot.csv.
+
+    The training rows of a draw are the same for all layers and methods and have one line each,
+    without a layer; each test row has a line for each layer and method.
+    """
+    classes, seed = task.training.classes, task.config.seed
+
+    def line(
+        layer: str, method: str, draw: Draw, role: str, place: int, predicted: str
+    ) -> list[object]:
+        start = task.line_start(seed, layer, method, draw.fold, role, place)
+        true = classes[task.targets[place]]
+        return [*start, true, predicted, draw.shots, draw.number + 1]
+
+    yield [*COLUMNS, "true", "predicted", "shots", "draw"]
+    for draw in next(iter(task.draws.values())):
+        for place in draw.train.tolist():
+            yield line("", "", draw, "train", place, "")
+    for (layer, method), draws in task.draws.items():
+        for draw in draws:
+            for place, label in zip(draw.test.tolist(), draw.predicted.tolist(), strict=True):
+                yield line(layer, method, draw, "test", place, classes[label])
 
 
 def read_prediction_lines(folder: Path, result: Json) -> Iterator[dict[str, str]] | None:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from featx.analysis.probe import logistic_regression
+from featx.analysis.probe.class_metrics import confusion_matrix
 from featx.analysis.probe.heads import Scaler, scaler_of
 from featx.analysis.probe.layer_rows import layer_tokens, require_tokens
 from featx.analysis.probe.masks import Masks
@@ -58,8 +59,7 @@ class PixelCounts:
     @staticmethod
     def add(row: Ints, true: Ints, predicted: Ints, confusion: Ints | None = None) -> None:
         """Add pixels or patches to the counts of a row."""
-        size = row.shape[1]
-        matrix = np.bincount(true * size + predicted, minlength=size * size).reshape(size, size)
+        matrix = confusion_matrix(true, predicted, row.shape[1])
         row += np.stack([matrix.sum(1), matrix.sum(0), np.diag(matrix)])
         if confusion is not None:
             confusion += matrix

@@ -12,7 +12,7 @@ from featx.analysis.probe.masks import read_masks
 from featx.analysis.probe.metrics import (
     INTERVAL_RESAMPLES,
     Ints,
-    drawn_units,
+    drawn_counts,
     interval_entry,
     units_of_rows,
 )
@@ -30,7 +30,7 @@ from featx.analysis.probe.patches import (
 )
 from featx.analysis.probe.records import Choice, Record
 from featx.analysis.probe.splits import RowSplits, Split, check_sizes
-from featx.analysis.probe.task import Task, one_or_all
+from featx.analysis.probe.task import Entry, Task, one_or_all
 from featx.config import Config
 from featx.errors import counted
 from featx.store import FeatureStore
@@ -64,10 +64,8 @@ class PixelTask(Task[Patches, FittedPatches, PixelCounts]):
             f"{counted(len(self._masks.refused), 'row')} without a usable mask"
         )
 
-    def make_splits(self, seed: int) -> RowSplits:
-        rows = super().make_splits(seed)
+    def check_splits(self, rows: RowSplits) -> None:
         check_sizes(rows, f"{len(self._masks.packed)} rows with a usable mask")
-        return rows
 
     def open_layer(self, layer: str, device: torch.device) -> Patches:
         patches = Patches(self._masks, layer, device)
@@ -108,13 +106,14 @@ class PixelTask(Task[Patches, FittedPatches, PixelCounts]):
     def first_metric(self, tested: PixelCounts) -> float | None:
         return miou(tested.pixels)
 
-    def details(self, choices: Sequence[Choice]) -> dict[str, object]:
-        name = "training_patches"
-        return {name: one_or_all([choice.details[name] for choice in choices])}
+    def choice_entries(self, name: str, choices: Sequence[Choice]) -> Entry:
+        num_patches = [choice.details["training_patches"] for choice in choices]
+        about = super().choice_entries(name, choices)
+        return {**about, "training_patches": one_or_all(num_patches)}
 
-    def result_entries(self) -> Json:
+    def result_entries(self, layer: str, tested: Sequence[PixelCounts]) -> Json:
         masks, rows = self._masks, self.first_splits
-        counts = PixelCounts.join(self.tested(self.seeds[0]))
+        counts = PixelCounts.join(tested)
         groups = None if rows.groups is None else rows.groups[rows.test_places]
         return {
             **pixel_interval(counts.pixels, groups),
@@ -153,8 +152,7 @@ def pixel_interval(pixels: Ints, groups: Ints | None) -> dict[str, object]:
     unit_counts = np.zeros((num_units, pixels[0].size))
     np.add.at(unit_counts, unit_of_row, pixels.reshape(len(pixels), -1))
     mious = list[float]()
-    for drawn in drawn_units(unit_of_row, INTERVAL_RESAMPLES, num_units):
-        times = np.stack([np.bincount(each, minlength=num_units) for each in drawn])
-        counts = (times.astype(np.float64) @ unit_counts).reshape(len(drawn), *pixels.shape[1:])
+    for times in drawn_counts(unit_of_row, INTERVAL_RESAMPLES, num_units):
+        counts = (times.astype(np.float64) @ unit_counts).reshape(len(times), *pixels.shape[1:])
         mious += resampled_mious(counts).tolist()
     return interval_entry(mious, "image" if groups is None else "group", num_units)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from featx.analysis.probe.metrics import Ints
 from featx.analysis.probe.splits import Split
 
 Tested = TypeVar("Tested")
@@ -41,3 +42,23 @@ class Record(Generic[Tested]):
     split: Split
     choice: Choice
     tested: Tested
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Few-shot probe: fit on one random choice of a few training rows of each class.
+
+    Attributes:
+        number: number of the choice, from 0.
+        fold: index of the split whose test rows are predicted.
+        train: places that were trained on.
+        test: (n,) places that are predicted.
+        predicted: (n,) predicted classes.
+    """
+
+    shots: int
+    number: int
+    fold: int
+    train: Ints
+    test: Ints
+    predicted: Ints

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -72,6 +73,8 @@ def run_probe(
             f"{', '.join(unused)}: without effect; probe.method=attentive and layers larger than "
             "probe.memory_gib are trained in steps."
         )
+    answer = task.answer(task.seeds[0])
+    tested: list[Any] = [record.tested for record in task.chosen(task.seeds[0])]
     result = {
         "featx_probe": FORMAT,
         "store": str(store.root),
@@ -79,8 +82,8 @@ def run_probe(
         "rows_sha256": rows_sha256,
         "task": kind.name,
         "task_reason": kind.reason,
-        **task.answer(task.seeds[0]),
-        **task.result_entries(),
+        **answer,
+        **task.result_entries(answer["layer"], tested),
         "rows_labelled": len(task.training.rows),
         "split": task.first_splits.as_dict(config.probe, task.keys.tolist()),
         "chosen_by": task.chosen_by,
@@ -110,8 +113,9 @@ def _probe_layer(task: AnyTask, layer: str, device: torch.device) -> None:
                 entry = task.entry(records)
                 if seed == task.seeds[0]:
                     task.finish_method(opened, layer, method, fits, entry)
+                    task.layers[layer][method] = entry
                 entry["seconds"] = round(time.perf_counter() - started_at, 3)
-                task.add(records, entry)
+                task.folds[seed, layer, method], task.entries[seed, layer, method] = records, entry
     task.finish_layer()
 
 

@@ -6,28 +6,25 @@ from __future__ import annotations
 
 import statistics
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from featx.analysis.probe import methods
 from featx.analysis.probe.comparisons import differences, metric_spreads
-from featx.analysis.probe.groups import missing_group_notes
 from featx.analysis.probe.heads import Head
 from featx.analysis.probe.labelled_rows import LabelledRows, TaskKind
 from featx.analysis.probe.layer_rows import Problem, layer_tokens, open_vectors, probe_rows
 from featx.analysis.probe.methods import FittedProbe
-from featx.analysis.probe.metrics import METRICS, Ints, Metric, ProbePredictions
-from featx.analysis.probe.records import Choice, Record, Tested
+from featx.analysis.probe.metrics import CLASSIFICATION, METRICS, Ints, ProbePredictions
+from featx.analysis.probe.records import Choice, Draw, Record, Tested
 from featx.analysis.probe.splits import RowSplits, Split, split_rows
 from featx.config import Config
-from featx.store import FeatureStore
-from featx.types import Array, Json
+from featx.errors import counted
+from featx.types import Json
 
 Opened = TypeVar("Opened")
 """A layer as the methods read it."""
@@ -47,7 +44,14 @@ class Task(ABC, Generic[Opened, Fitted, Tested]):
     the results of the probes.
 
     Attributes:
+        store: the store that is probed.
+        stores: rows of the store, then those of the other one, if any.
+        keys: (N,) key of each place: of the training rows first.
+        targets: (N,) classes or (N, T) values of all places.
+        metrics: metrics of the task; the first one is that of the answer.
+        splits: seed -> splits of the rows; `first_splits` are those of the first seed.
         columns: columns of predictions.csv after COLUMNS.
+        draws: (layer, method) -> few-shot probes.
         heads: layer -> head for new images, of the first method that has one, and that method.
         folds: (seed, layer, method) -> record of each split.
         entries: (seed, layer, method) -> entry of probe.json.
@@ -68,49 +72,29 @@ class Task(ABC, Generic[Opened, Fitted, Tested]):
         testing: LabelledRows | None = None,
     ) -> None:
         self.config, self.kind = config, kind
-        self.training, self.testing = training, testing
+        self.training, self.testing, self.store = training, testing, training.store
+        self.stores = [training] if testing is None else [training, testing]
+        self.keys = np.concatenate([each.keys for each in self.stores])
+        self.targets = np.concatenate([each.targets for each in self.stores])
+        self.metrics = METRICS[kind.name]
         self.columns: Sequence[str] = ()
+        self.draws: dict[tuple[str, str], list[Draw]] = {}
         self.heads: dict[str, tuple[Head, str]] = {}
         self.folds: dict[tuple[int, str, str], list[Record[Tested]]] = {}
         self.entries: dict[tuple[int, str, str], Entry] = {}
         self.layers: dict[str, Entry] = {}
         self.seeds = range(config.seed, config.seed + (config.probe.seeds or 1))
         self.methods = config.probe.methods
-        self.splits = {seed: self.make_splits(seed) for seed in self.seeds}
+        self.splits: dict[int, RowSplits] = {}
+        for seed in self.seeds:
+            rows = split_rows(config.probe, seed, training, testing)
+            self.check_splits(rows)
+            self.splits[seed] = rows
+        self.first_splits = self.splits[config.seed]
 
-    def make_splits(self, seed: int) -> RowSplits:
-        """Split the rows by a seed."""
-        return split_rows(self.config.probe, seed, self.training, self.testing)
-
-    @property
-    def first_splits(self) -> RowSplits:
-        """Splits of the first seed."""
-        return self.splits[self.config.seed]
-
-    @property
-    def store(self) -> FeatureStore:
-        """The store that is probed."""
-        return self.training.store
-
-    @property
-    def stores(self) -> list[LabelledRows]:
-        """Rows of the store, then those of the other one, if any."""
-        return [self.training] if self.testing is None else [self.training, self.testing]
-
-    @cached_property
-    def targets(self) -> Array:
-        """(N,) classes or (N, T) values of all places, training rows first."""
-        return np.concatenate([each.targets for each in self.stores])
-
-    @cached_property
-    def keys(self) -> npt.NDArray[np.str_]:
-        """(N,) key of each place."""
-        return np.concatenate([each.keys for each in self.stores])
-
-    @property
-    def metrics(self) -> tuple[Metric, ...]:
-        """Metrics of the task; the first one is that of the answer."""
-        return METRICS[self.kind.name]
+    @abstractmethod
+    def check_splits(self, rows: RowSplits) -> None:
+        """Check that the splits of a seed can be used; notes are added to them."""
 
     def groups_of(self, seed: int, split: Split) -> Ints | None:
         """Return the group of each test row of a split, or None without groups."""
@@ -168,23 +152,18 @@ class Task(ABC, Generic[Opened, Fitted, Tested]):
                 name: float(np.mean([choice.validation[name] for choice in choices]))
                 for name in choices[0].validation
             },
-            **self.settings(methods.name_of_choice(records[0].method), choices),
-            "sweep": one_or_all([choice.sweep for choice in choices]),
-            **self.details(choices),
-            "notes": list(dict.fromkeys(self.notes(choices))),
+            **self.choice_entries(methods.name_of_choice(records[0].method), choices),
         }
 
-    def settings(self, name: str, choices: Sequence[Choice]) -> dict[str, Any]:
-        """Return the chosen settings as entries of probe.json."""
-        return {name: one_or_all([choice.setting for choice in choices])}
-
-    def details(self, choices: Sequence[Choice]) -> dict[str, object]:
-        """Return further entries about the fits."""
-        return {}
-
-    def notes(self, choices: Sequence[Choice]) -> list[str]:
-        """Return the notes of the fits."""
-        return [note for choice in choices for note in choice.notes]
+    def choice_entries(self, name: str, choices: Sequence[Choice]) -> Entry:
+        """Return the entries about the choices and fits of all folds: the chosen settings, with the
+        name 'l2' or 'k', the sweep, details and notes.
+        """
+        return {
+            name: one_or_all([choice.setting for choice in choices]),
+            "sweep": one_or_all([choice.sweep for choice in choices]),
+            "notes": list(dict.fromkeys(note for choice in choices for note in choice.notes)),
+        }
 
     def finish_method(
         self, opened: Opened, layer: str, method: str, fits: Sequence[Fitted], entry: Entry
@@ -195,33 +174,32 @@ class Task(ABC, Generic[Opened, Fitted, Tested]):
         """Release what the records need no longer."""
 
     @abstractmethod
-    def result_entries(self) -> Json:
-        """Return the entries of probe.json that only this task has, and `notes_on_rows`."""
+    def result_entries(self, layer: str, tested: Sequence[Tested]) -> Json:
+        """Return the entries of probe.json that only this task has, and `notes_on_rows`.
+
+        Args:
+            layer: the best layer of the first seed.
+            tested: results of its `chosen` on the test rows.
+        """
 
     def notes_on_rows(self) -> list[str]:
         """Return sentences about rows that were left out or leak."""
-        rows, column = self.first_splits, self.config.probe.group_column
-        return [*self.training.notes, *rows.notes, *missing_group_notes(rows.grouped, column)]
+        rows = self.first_splits
+        notes = [*self.training.notes, *rows.notes]
+        if rows.grouped is not None and (count := rows.grouped.num_missing):
+            notes.append(
+                f"{counted(count, 'row has', 'rows have')} no value of "
+                f"{self.config.probe.group_column}: each is a group of its own"
+            )
+        return notes
 
     def untested_lines(self, seed: int) -> Iterator[list[object]]:
         """Yield the lines of predictions.csv about rows that no split of a seed tests."""
         return iter(())
 
-    def few_shot_csv(self) -> bytes | None:
-        """Return the file few_shot.csv; None without few-shot probes."""
-        return None
-
     @abstractmethod
     def test_columns(self, record: Record[Tested], row: int) -> Iterator[list[object]]:
         """Yield the columns after COLUMNS of each line about a test row of a record."""
-
-    def add(self, records: list[Record[Tested]], entry: Entry) -> None:
-        """Add the records of all splits of one seed, layer and method, and their entry."""
-        first = records[0]
-        key = (first.seed, first.layer, first.method)
-        self.folds[key], self.entries[key] = records, entry
-        if first.seed == self.seeds[0]:
-            self.layers[first.layer][first.method] = entry
 
     def chosen(self, seed: int) -> list[Record[Tested]]:
         """Return the record that each fold chose among the layers, on its own validation rows.
@@ -242,20 +220,16 @@ class Task(ABC, Generic[Opened, Fitted, Tested]):
             for records in zip(*of_layers, strict=True)
         ]
 
-    def tested(self, seed: int) -> list[Tested]:
-        """Return the results of `chosen` on the test rows."""
-        return [record.tested for record in self.chosen(seed)]
-
     def answer(self, seed: int) -> Json:
         """Return the entries of probe.json about the best layer of a seed with the first method.
 
         With several folds and layers the metrics are those of the layers that the folds chose
         (nested validation), which `layer_of_folds` names.
         """
-        best, chosen = self._best_layer([seed], lambda merit: merit), self.chosen(seed)
+        best, chosen = self._best_layer([seed]), self.chosen(seed)
         about = self.entries[seed, best, self.methods[0]]
         if len(chosen) > 1 and len(self.layers) > 1:
-            metrics = self.judge(self.tested(seed))
+            metrics = self.judge([record.tested for record in chosen])
             about = {**about, "layer_of_folds": [each.layer for each in chosen], **metrics}
         return {"layer": best, "method": self.methods[0], **about}
 
@@ -268,7 +242,7 @@ class Task(ABC, Generic[Opened, Fitted, Tested]):
         is given by `spread`.
         """
         names = [metric.key for metric in self.metrics]
-        best = self._best_layer(self.seeds, lambda merit: merit[:1])
+        best = self._best_layer(self.seeds)
         return {
             "seeds": list(self.seeds),
             "layer_of_splits": [each.layer for seed in self.seeds for each in self.chosen(seed)],
@@ -292,18 +266,17 @@ class Task(ABC, Generic[Opened, Fitted, Tested]):
             for record in self.folds[seed, layer, self.methods[0]]
         ]
 
-    def _best_layer(
-        self, seeds: Sequence[int], key: Callable[[tuple[float, ...]], tuple[float, ...]]
-    ) -> str:
-        """Return the layer that is best by the mean validation metrics of some seeds."""
-
-        def merit(layer: str) -> tuple[float, ...]:
+    def _best_layer(self, seeds: Sequence[int]) -> str:
+        """Return the layer that is best by the mean validation metrics of some seeds; of equally
+        good ones over several seeds the first, whatever decides between them in one seed.
+        """
+        merits = {}
+        for layer in self.layers:
             entries = [self.entries[seed, layer, self.methods[0]] for seed in seeds]
             names = self.folds[seeds[0], layer, self.methods[0]][0].choice.validation
             means = {name: float(np.mean([entry[name] for entry in entries])) for name in names}
-            return key(self.merit(means))
-
-        return max(self.layers, key=merit)
+            merits[layer] = self.merit(means) if len(seeds) == 1 else self.merit(means)[:1]
+        return max(merits, key=lambda layer: merits[layer])
 
     def _of_seeds(self, layer: str, method: str) -> list[dict[str, object]]:
         return [self.entries[seed, layer, method] for seed in self.seeds]
@@ -370,15 +343,14 @@ class RowTask(Task[Problem, FittedProbe, ProbePredictions]):
             setting = float(statistics.median_low([fit.choice.setting for fit in fits]))
             every = np.arange(len(self.training.rows))
             final = methods.fit_with_setting(opened, method, every, setting)
-            head = self.finish_head(opened, fits, final, entry)
+            of_folds = [fit.choice.details.get("calibration_temperature") for fit in fits]
+            if temperatures := [each for each in of_folds if each is not None]:
+                entry["calibration_temperature_of_folds"] = temperatures
+                final = methods.calibrate(opened, final, statistics.median_low(temperatures))
+            is_class = self.kind.name == CLASSIFICATION
+            entry |= final.choice.details if is_class else {"head_l2": setting}
             entry["notes"] = list(dict.fromkeys([*entry["notes"], *final.choice.notes]))
             entry["head_fitted_on"] = "all labelled rows"
+            assert final.head is not None
+            head = final.head
         self.heads.setdefault(layer, (head, method))
-
-    def finish_head(
-        self, problem: Problem, fits: Sequence[FittedProbe], final: FittedProbe, entry: Entry
-    ) -> Head:
-        """Return the head of the fit on all rows, and add its details to the entry."""
-        entry["head_l2"] = final.choice.setting
-        assert final.head is not None
-        return final.head

@@ -17,7 +17,7 @@ from featx.analysis.probe.metrics import (
     LABEL_THRESHOLD,
     Matrix,
     ProbePredictions,
-    drawn_units,
+    drawn_counts,
     interval_entry,
     join_predictions,
     units_of_rows,
@@ -30,7 +30,7 @@ from featx.errors import ConfigError, counted, first_names
 from featx.store import FeatureStore
 from featx.types import Json
 
-METHODS = ("linear", "knn")
+_METHODS = ("linear", "knn")
 """Methods that predict numbers and several labels."""
 
 _OF_CLASSES = ("shots", "bootstrap")
@@ -62,10 +62,9 @@ class ValueTask(RowTask):
                 f"{what}{name}" for what in ("true:", SCORE) for name in self.training.classes
             ]
 
-    def make_splits(self, seed: int) -> RowSplits:
-        rows, column = super().make_splits(seed), self.config.probe.label_column
+    def check_splits(self, rows: RowSplits) -> None:
+        column = self.config.probe.label_column
         check_sizes(rows, f"{len(self.training.rows)} rows with a value of {column}")
-        return rows
 
     def test(
         self, opened: Problem, seed: int, split: Split, method: str, fitted: FittedProbe
@@ -85,18 +84,17 @@ class ValueTask(RowTask):
     def first_metric(self, tested: ProbePredictions) -> float | None:
         return first_value_metric(self.kind.name, tested.y, tested.predicted)
 
-    def result_entries(self) -> Json:
-        tested = join_predictions(self.tested(self.seeds[0]))
+    def result_entries(self, layer: str, tested: Sequence[ProbePredictions]) -> Json:
+        joined = join_predictions(tested)
         # The bootstrap of the first metric draws rows, or groups with all their rows.
-        unit_of_row = units_of_rows(tested.groups, len(tested.y))
+        unit_of_row = units_of_rows(joined.groups, len(joined.y))
         num_units, values = int(unit_of_row.max()) + 1, []
-        for block in drawn_units(unit_of_row, INTERVAL_RESAMPLES, num_units):
-            for drawn in block:
-                times = np.bincount(drawn, minlength=num_units)[unit_of_row]
-                rows = np.repeat(np.arange(len(times)), times)
-                sample = tested.y[rows], tested.predicted[rows]
+        for block in drawn_counts(unit_of_row, INTERVAL_RESAMPLES, num_units):
+            for times in block:
+                rows = np.repeat(np.arange(len(joined.y)), times[unit_of_row])
+                sample = joined.y[rows], joined.predicted[rows]
                 values.append(first_value_metric(self.kind.name, *sample))
-        unit = "row" if tested.groups is None else "group"
+        unit = "row" if joined.groups is None else "group"
         return {
             **interval_entry(values, unit, num_units),
             "targets": list(self.training.classes),
@@ -141,7 +139,7 @@ def _check_options(config: Config, kind: TaskKind) -> None:
         )
     if config.probe.calibration != "none":
         raise ConfigError(f"probe.calibration has an effect on classes only; this is {kind.name}.")
-    if unsupported := set(config.probe.methods) - set(METHODS):
+    if unsupported := set(config.probe.methods) - set(_METHODS):
         linear = "ridge" if kind.name == "regression" else "logistic"
         raise ConfigError(
             f"probe.method={', '.join(sorted(unsupported))} predicts classes; with {kind.name} "

@@ -13,7 +13,7 @@ from featx.analysis import float_blocks
 from featx.analysis.probe import crop_of, probe_rows
 from featx.analysis.similarity import layer_similarity
 from featx.analysis.statistics import Moments, feature_axis
-from featx.base import rows_of_block
+from featx.base import one_blas_thread, rows_of_block
 from featx.errors import ConfigError, ReduceError, StoreError
 from featx.layers import RowLayout, channel_axis, is_heat_map
 from featx.store import FeatureStore
@@ -264,7 +264,7 @@ def _tsne(scores: Matrix, plane: Matrix, seed: int) -> Matrix:
     )
     # t-SNE takes a thousand short steps. On a busy machine, threads that wait for each other take 2
     # to 18 times as long as a single one.
-    with threadpool_limits(1):
+    with one_blas_thread(), threadpool_limits(1, user_api="openmp"):
         embedded = model.fit_transform((scores / spread).astype(np.float32))
     return np.asarray(embedded, np.float64)
 

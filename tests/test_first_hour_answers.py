@@ -24,9 +24,17 @@ def limited(number: int) -> dict[str, object]:
 def test_a_smaller_limit_is_named(option: str) -> None:
     write_images(Path("photos"), 9)
     extract({"name": "folder", "root": "photos", option: 6})
-    with pytest.raises(StoreMismatchError, match=rf"data.{option}=4 takes 4 images, fewer than the "
-                       r"6 rows"):  # fmt: skip
+    with pytest.raises(StoreMismatchError, match=rf"than the 6 .* Give data\.{option}=6, or"):
         extract({"name": "folder", "root": "photos", option: 4})
+    extract({"name": "folder", "root": "photos", option: 6})
+
+
+def test_a_smaller_limit_counts_images_where_rows_are_views() -> None:
+    write_images(Path("photos"), 9)
+    data = {"name": "folder", "root": "photos", "views": ["original", "hflip"]}
+    extract({**data, "limit": 6})
+    with pytest.raises(StoreMismatchError, match=r"than the 6 .* Give data\.limit=6, or"):
+        extract({**data, "limit": 4})
 
 
 @pytest.mark.slow

@@ -293,7 +293,7 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
         if unfinished := session.unfinished_runs():
             names = ",".join(sorted(unfinished[0].names))
             log_message(
-                f"{shown_path(self.root)} is not complete: it lacks rows of layers=[{names}], "
+                f"{shown_path(self.root)} is not complete: it lacks rows of 'layers=[{names}]', "
                 "which the command with these layers computes."
             )
         session.write_failures()

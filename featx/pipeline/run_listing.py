@@ -121,8 +121,8 @@ def list_images(
                 raise StoreMismatchError(growth_message(root, new_rows))
             names = ",".join(sorted(stored.layers))
             log_message(
-                f"{counted(new_rows, 'new image')} left out: layers=[{names}] grow=true adds them "
-                "when all layers are complete.",
+                f"{counted(new_rows, 'new image')} left out: 'layers=[{names}]' grow=true adds "
+                "them when all layers are complete.",
                 level="warning",
             )
             return source, before
@@ -200,10 +200,11 @@ def _refuse_fewer_rows(root: Path, stored: Listing, listed: Listing, config: Con
     for option in ("limit", "sample"):
         number = getattr(config.data, option)
         if number is not None and len(listed) < len(stored):
+            keys = stored.keys.tolist()
+            images = len({parent_key(key) for key in keys} if config.data.has_views else keys)
             raise StoreMismatchError(
-                f"data.{option}={number} takes {counted(len(listed), 'image')}, fewer than the "
-                f"{len(stored)} rows that {root} has. Leave it out, give the number of the store, "
-                "or choose out=DIR for a new store."
+                f"data.{option}={number} takes fewer images than the {images} that {root} has. "
+                f"Give data.{option}={images}, or choose out=DIR for a new store."
             )
 
 

@@ -56,8 +56,8 @@ def merge_manifest(
         raise StoreMismatchError(
             f"{root} has layers {_name_list(before.layers)}, and rows can only be added to all of "
             f"them, before other layers; this command has layers={_name_list(requested.names)}. "
-            f"Give layers={_name_list(before.layers)} grow=true first and other layers in a second "
-            "command, or choose another out=DIR."
+            f"Give 'layers={_name_list(before.layers)}' grow=true first and other layers in a "
+            "second command, or choose another out=DIR."
         )
     if new_rows <= 0 and requested.names <= set(before.layers):
         return before

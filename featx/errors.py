@@ -185,6 +185,7 @@ _ALSO_CALLED = {
     "probe": "accuracy classifier classify eval evaluate fit knn train",
     "predict": "classify infer inference",
     "cka": "similarity",
+    "layer_similarity": "cka",
     "export": "convert csv",
     "parquet": "pandas",
     "csv": "excel xlsx pandas",

@@ -64,10 +64,25 @@ def test_a_reduction_that_leaves_a_vector_says_so(capsys: pytest.CaptureFixture[
     assert "no positions" not in capsys.readouterr().err
 
 
-def test_a_reduction_after_a_colon_is_answered_with_braces() -> None:
+@pytest.mark.parametrize(
+    ("typed", "answer"),
+    [
+        ("conv: max", r"in braces: 'layers=\{conv: max\}'"),
+        ("conv:mean", r"in braces: 'layers=\{conv: avg\}'"),
+        ("conv:grad", r"Nearest: grad_input, grad_output\."),
+    ],
+)
+def test_a_reduction_after_a_colon_is_answered_with_braces(typed: str, answer: str) -> None:
     write_images(Path("photos"), 6)
-    with pytest.raises(LayerError, match=r"in braces: 'layers=\{conv: avg\}'"):
-        extract("photos", layers=["conv: avg"])
+    with pytest.raises(LayerError, match=answer):
+        extract("photos", layers=[typed])
+
+
+def test_one_new_image_is_one() -> None:
+    write_images(Path("photos"), 6)
+    extract(limited(5))
+    with pytest.raises(StoreMismatchError, match=r"has 1 new image that is not in .*store\. grow="):
+        extract("photos")
 
 
 def test_a_probe_is_offered_where_ok_rows_have_two_classes(

@@ -112,8 +112,8 @@ def split_capture(request: str) -> tuple[str, str]:
         reduction = capture.strip() if capture.strip() in family("reduce") else "avg"
         raise LayerError(
             f"{request!r}: expected one of {', '.join(CAPTURES)} after the colon."
-            f"{nearest(capture, CAPTURES)} A reduction is written in braces: "
-            f"'layers={{{name}: {reduction}}}'."
+            f"{nearest(capture, CAPTURES)} A reduction, in the option `layers` only, is written "
+            f"in braces: 'layers={{{name}: {reduction}}}'."
         )
     return name, capture or "output"
 

@@ -117,8 +117,8 @@ def layer_similarity(
         )
         right = _Layers(other, other_rows, matching_layers(other, layers), compute_device)
     elif len(left.names) < 2:
-        names = ", ".join(store.layers)
-        more = f"more of {names} with layers=, or " if len(store.layers) > 1 else ""
+        listed = ", ".join(store.layers)
+        more = f"more of {listed} with layers=, or " if len(store.layers) > 1 else ""
         raise ConfigError(
             f"{store.root} has one layer to compare, {left.names[0]}; name {more}another store as "
             "'store=[A,B]'."

@@ -11,7 +11,14 @@ from made_store import make_run
 from tiny_model import extract, job_config, write_image, write_images
 
 import featx
-from featx.errors import ConfigError, DataError, LayerError, StoreMismatchError, WeightsError
+from featx.errors import (
+    ConfigError,
+    DataError,
+    LayerError,
+    ModelError,
+    StoreMismatchError,
+    WeightsError,
+)
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -105,7 +112,7 @@ def test_more_workers_than_parts_are_said(capsys: pytest.CaptureFixture[str]) ->
     write_images(Path("photos"), 4)
     extract("photos", executor={"name": "local", "workers": 3})
     shown = " ".join(capsys.readouterr().err.split())
-    assert "4 rows in 1 part, and 3 workers: the others have no work" in shown
+    assert "4 rows in 1 part: 2 workers have no work" in shown
     if (os.cpu_count() or 1) < 3:
         assert "3 workers of 1 thread share" in shown
         assert "fewer threads" not in shown
@@ -161,3 +168,13 @@ def test_a_name_of_other_weights_is_answered_with_theirs() -> None:
     write_images(Path("photos"), 2)
     with pytest.raises(ConfigError, match=r"Give model=resmlp_12_224\.fb_dino\."):
         featx.extract("photos", model="resmlp_12_224_dino", out="store")
+
+
+def test_a_file_of_weights_as_model_is_answered_with_its_option() -> None:
+    """Also where `out` is not given and would be named for the file."""
+    write_images(Path("photos"), 2)
+    Path("my weights.pth").write_bytes(b"")
+    with pytest.raises(ModelError, match=r"model=NAME 'model\.weights=my weights\.pth'"):
+        featx.extract("photos", model="my weights.pth")
+    with pytest.raises(ConfigError, match=r"named like a file, .* Give 'out=my store', or"):
+        featx.extract("photos", model="my weights.pth", out="my store.pth")

@@ -5,6 +5,7 @@ For target=label and target=loss, the labels of the rows are given as classes of
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -53,16 +54,21 @@ _TRIED_PATHS = 16
 """Number of images of which one must exist before a model is loaded."""
 
 
-def check_out(out: Path) -> None:
-    """Raise ConfigError if `out` is a file, or does not exist and is named like one."""
+def check_out(out: Path, config: Config) -> None:
+    """Raise ConfigError if the folder of a run is a file, or does not exist and is named like one.
+
+    The default of `out` may end as a file does, if `model` is a file: that is no model, which is
+    said later.
+    """
     if out.is_dir():
         return
     if out.exists():
         raise ConfigError(f"out={out} is a file; expected a folder for the store.")
-    if out.suffix.lower() in _FILE_SUFFIXES:
+    if out.suffix.lower() in _FILE_SUFFIXES and not config.has_default_out:
+        folder = shlex.quote(f"out={out.with_suffix('')}")
         raise ConfigError(
             f"out={out} is named like a file, and a store is a folder, in which features.h5 holds "
-            f"the rows. Give out={out.with_suffix('')}, or another folder."
+            f"the rows. Give {folder}, or another folder."
         )
 
 

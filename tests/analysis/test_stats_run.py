@@ -241,7 +241,7 @@ def test_rows_of_a_store_are_summed_as_they_are(photos: Path) -> None:
         featx.stats(store="store", reduce="avg")
     extract(photos, pack=False)
     next(Path("store/parts").glob("*.h5")).unlink()
-    with pytest.raises(StoreError, match="job=status says what is missing"):
+    with pytest.raises(StoreError, match=r"job=status store=.*` says what is missing"):
         featx.stats(store="store")
 
 

@@ -257,7 +257,7 @@ _REPLACED = {
     "data.labels": "data.label_column names the dataset of the labels",
     "model.entry": "model.factory names the function of hubconf.py",
     "model.checkpoint.resample": "model.checkpoint.convert=resample does the same",
-    "models.limit": "job.show=all prints all models",
+    "models.limit": "job.show=all prints all models that models.query finds",
     "export.overlap": "it is computed from the positions of the boxes",
     "probe.split=holdout": "it is the default; probe.test_share=0.3 sets how many rows are tested",
     "probe.split=kfold": "probe.folds=5 selects it",

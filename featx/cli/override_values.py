@@ -8,6 +8,7 @@ every character as it was typed; all other values are left to Hydra.
 from __future__ import annotations
 
 import re
+from typing import get_args
 
 from featx.config import Kind, Option, option_tree
 from featx.errors import ConfigError
@@ -45,6 +46,8 @@ def format_value(key: str, value: str, option: Option, is_multirun: bool) -> str
     if value == "null" or (is_multirun and _SWEEP.fullmatch(value)):
         return value
     if option.kind is Kind.TEXT and not is_multirun:
+        if "," in value and set(value.split(",")) <= set(get_args(option.hint)):  # its choices
+            raise ConfigError(f"{key}={value}: a run takes one value. {_SEVERAL_RUNS}")
         return _format_text(value)
     if option.kind in (Kind.TEXT, Kind.NAMES, Kind.TEXTS):
         pieces = pieces_of(value)

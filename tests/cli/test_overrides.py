@@ -237,6 +237,7 @@ def test_the_signs_of_hydra_may_stand_before_any_option() -> None:
             ["batch_size=8,16"],
             "a run takes one value. With -m in front of the options, each is",
         ),
+        (["precision=fp32,bf16"], "a run takes one value. With -m in front of the options"),
         (["layers=layer3,layer4"], r"'layers=\[layer3,layer4\]'"),
         (["data.columns=patient"], r"'data.columns=\[patient\]'"),
         (["layers={1.10: avg}"], r"1\.10 in a mapping is read as a number"),

@@ -32,7 +32,10 @@ def __getattr__(name: str) -> object:
         from pathlib import Path
 
         is_job = Path(__file__).with_name("jobs").joinpath(f"{name}.py").exists()
-        hint = f" For the job: python -m featx job={name}." if is_job else nearest(name, _names)
+        known = [each for each in _names if not is_job or name in each.split("_")]
+        hint = nearest(name, known)
+        if is_job:
+            hint += f" For the job: python -m featx job={name}."
         raise AttributeError(f"module 'featx' has no attribute {name!r}.{hint}")
     try:
         return _load(name)

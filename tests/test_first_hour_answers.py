@@ -11,7 +11,14 @@ from made_store import make_run
 from tiny_model import extract, job_config, write_image, write_images
 
 import featx
-from featx.errors import ConfigError, DataError, LayerError, StoreMismatchError, WeightsError
+from featx.errors import (
+    ConfigError,
+    DataError,
+    LayerError,
+    ModelError,
+    StoreMismatchError,
+    WeightsError,
+)
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -24,9 +31,17 @@ def limited(number: int) -> dict[str, object]:
 def test_a_smaller_limit_is_named(option: str) -> None:
     write_images(Path("photos"), 9)
     extract({"name": "folder", "root": "photos", option: 6})
-    with pytest.raises(StoreMismatchError, match=rf"data.{option}=4 takes 4 images, fewer than the "
-                       r"6 rows"):  # fmt: skip
+    with pytest.raises(StoreMismatchError, match=rf"than the 6 .* Give data\.{option}=6, or"):
         extract({"name": "folder", "root": "photos", option: 4})
+    extract({"name": "folder", "root": "photos", option: 6})
+
+
+def test_a_smaller_limit_counts_images_where_rows_are_views() -> None:
+    write_images(Path("photos"), 9)
+    data = {"name": "folder", "root": "photos", "views": ["original", "hflip"]}
+    extract({**data, "limit": 6})
+    with pytest.raises(StoreMismatchError, match=r"than the 6 .* Give data\.limit=6, or"):
+        extract({**data, "limit": 4})
 
 
 @pytest.mark.slow
@@ -56,10 +71,25 @@ def test_a_reduction_that_leaves_a_vector_says_so(capsys: pytest.CaptureFixture[
     assert "no positions" not in capsys.readouterr().err
 
 
-def test_a_reduction_after_a_colon_is_answered_with_braces() -> None:
+@pytest.mark.parametrize(
+    ("typed", "answer"),
+    [
+        ("conv: max", r"in braces: 'layers=\{conv: max\}'"),
+        ("conv:mean", r"in braces: 'layers=\{conv: avg\}'"),
+        ("conv:grad", r"Nearest: grad_input, grad_output\."),
+    ],
+)
+def test_a_reduction_after_a_colon_is_answered_with_braces(typed: str, answer: str) -> None:
     write_images(Path("photos"), 6)
-    with pytest.raises(LayerError, match=r"in braces: 'layers=\{conv: avg\}'"):
-        extract("photos", layers=["conv: avg"])
+    with pytest.raises(LayerError, match=answer):
+        extract("photos", layers=[typed])
+
+
+def test_one_new_image_is_one() -> None:
+    write_images(Path("photos"), 6)
+    extract(limited(5))
+    with pytest.raises(StoreMismatchError, match=r"has 1 new image that is not in .*store\. grow="):
+        extract("photos")
 
 
 def test_a_probe_is_offered_where_ok_rows_have_two_classes(
@@ -82,7 +112,7 @@ def test_more_workers_than_parts_are_said(capsys: pytest.CaptureFixture[str]) ->
     write_images(Path("photos"), 4)
     extract("photos", executor={"name": "local", "workers": 3})
     shown = " ".join(capsys.readouterr().err.split())
-    assert "4 rows in 1 part, and 3 workers: the others have no work" in shown
+    assert "4 rows in 1 part: 2 workers have no work" in shown
     if (os.cpu_count() or 1) < 3:
         assert "3 workers of 1 thread share" in shown
         assert "fewer threads" not in shown
@@ -138,3 +168,13 @@ def test_a_name_of_other_weights_is_answered_with_theirs() -> None:
     write_images(Path("photos"), 2)
     with pytest.raises(ConfigError, match=r"Give model=resmlp_12_224\.fb_dino\."):
         featx.extract("photos", model="resmlp_12_224_dino", out="store")
+
+
+def test_a_file_of_weights_as_model_is_answered_with_its_option() -> None:
+    """Also where `out` is not given and would be named for the file."""
+    write_images(Path("photos"), 2)
+    Path("my weights.pth").write_bytes(b"")
+    with pytest.raises(ModelError, match=r"model=NAME 'model\.weights=my weights\.pth'"):
+        featx.extract("photos", model="my weights.pth")
+    with pytest.raises(ConfigError, match=r"named like a file, .* Give 'out=my store', or"):
+        featx.extract("photos", model="my weights.pth", out="my store.pth")

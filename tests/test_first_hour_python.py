@@ -223,6 +223,12 @@ def test_a_mistyped_function_is_answered_with_the_nearest() -> None:
         _ = featx.similarity.linear_ck
     with pytest.raises(AttributeError, match=r"For the job: python -m featx job=neighbors\."):
         _ = featx.neighbors
+    with pytest.raises(
+        AttributeError, match=r"Nearest: write_report\. For the job: .*job=report\."
+    ):
+        _ = featx.report
+    with pytest.raises(AttributeError, match=r"'cka'\. Nearest: layer_similarity\."):
+        _ = featx.similarity.cka
 
 
 def test_ctrl_c_in_embed_shows_the_users_line_only(

@@ -195,7 +195,7 @@ def refuse_unnamed_code(config: Config, saved: Config, origin: str) -> None:
     if code is not None and given != code:
         advice = (
             f"featx imports no code because a file names it: if you trust it, add {code} "
-            "(featx.predict: model_factory, for a factory)."
+            "(in Python model_factory, for a factory)."
         )
         if code.startswith("model_factory="):  # an object, which no command can name
             advice = "Give that object, from Python, as model_factory."

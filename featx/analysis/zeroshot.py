@@ -182,7 +182,8 @@ def _run_of(store: FeatureStore) -> Run:
     if EMBEDDING not in store.layers:
         raise StoreError(
             f"{store.root} has no embedding, which texts are compared with; it has "
-            f"{', '.join(store.layers)}. Extract it with layers=[embedding]."
+            f"{', '.join(store.layers)}. Extract it with layers=embedding and a model that reads "
+            "texts, such as model=open_clip."
         )
     run = run_of_layer(store, EMBEDDING)
     if run is None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from featx.base.process import ProcessSetting
-from featx.errors import ConfigError, RunError
+from featx.errors import ConfigError, RunError, counted
 
 
 def choose_device(name: str) -> torch.device:
@@ -29,9 +29,12 @@ def choose_device(name: str) -> torch.device:
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
+            found = f"device={name}: torch finds {counted(count, 'CUDA device')} on this machine"
             raise ConfigError(
-                f"device={name}: torch finds {count} CUDA devices on this machine. "
-                "Use device=cpu, or install a CUDA build of torch and check nvidia-smi."
+                f"{found}, counted from 0. The last one is device=cuda:{count - 1}."
+                if count
+                else f"{found}. Use device=cpu, or install a CUDA build of torch and check "
+                "nvidia-smi."
             )
         return torch.device("cuda", device.index or 0)
     if device.type == "mps" and not torch.backends.mps.is_available():
@@ -84,8 +87,9 @@ def choose_devices(name: str, workers: int | None) -> list[torch.device]:
         return [first] * (workers or 1)
     if workers > (count := torch.cuda.device_count()):
         raise ConfigError(
-            f"executor.workers={workers}: torch finds {count} CUDA devices on this machine. Give "
-            f"executor.workers={count}, or device=cuda:0 for {workers} processes on one device."
+            f"executor.workers={workers}: torch finds {counted(count, 'CUDA device')} on this "
+            f"machine. Give executor.workers={count}, or device=cuda:0 for {workers} processes on "
+            "one device."
         )
     return [torch.device("cuda", number) for number in range(workers)]
 

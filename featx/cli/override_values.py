@@ -8,8 +8,8 @@ every character as it was typed; all other values are left to Hydra.
 from __future__ import annotations
 
 import re
+from typing import get_args
 
-from featx.base import command_text
 from featx.config import Kind, Option, option_tree
 from featx.errors import ConfigError
 
@@ -20,6 +20,8 @@ _LIKE_A_NUMBER = re.compile(
 )
 _BRACKETS = {"[": "]", "{": "}", "(": ")"}
 
+_SEVERAL_RUNS = "With -m in front of the options, each is a run of its own."
+
 
 def format_group(key: str, value: str, is_multirun: bool) -> str:
     """Return the choice of a group: one name, or several with -m."""
@@ -27,8 +29,7 @@ def format_group(key: str, value: str, is_multirun: bool) -> str:
         raise ConfigError(f"{key}={value}: expected a name; leave {key} out for its default.")
     if not is_multirun and len(pieces := pieces_of(value)) > 1:
         raise ConfigError(
-            f"{key}={value} names {len(pieces)} of which a run takes one. With -m each is a run of "
-            f"its own: {command_text('-m', f'{key}={value}')}"
+            f"{key}={value} names {len(pieces)} of which a run takes one. {_SEVERAL_RUNS}"
         )
     if is_multirun and _SWEEP.fullmatch(value):
         return f"{key}={value}"
@@ -45,13 +46,14 @@ def format_value(key: str, value: str, option: Option, is_multirun: bool) -> str
     if value == "null" or (is_multirun and _SWEEP.fullmatch(value)):
         return value
     if option.kind is Kind.TEXT and not is_multirun:
+        if "," in value and set(value.split(",")) <= set(get_args(option.hint)):  # its choices
+            raise ConfigError(f"{key}={value}: a run takes one value. {_SEVERAL_RUNS}")
         return _format_text(value)
     if option.kind in (Kind.TEXT, Kind.NAMES, Kind.TEXTS):
         pieces = pieces_of(value)
         if len(pieces) > 1 and not is_multirun:
             raise ConfigError(
-                f"{key}={value}: a list is written in brackets: '{key}=[{value}]'. With -m each "
-                "is a run of its own."
+                f"{key}={value}: a list is written in brackets: '{key}=[{value}]'. {_SEVERAL_RUNS}"
             )
         formatted = []
         for piece in pieces:
@@ -67,10 +69,7 @@ def format_value(key: str, value: str, option: Option, is_multirun: bool) -> str
     if value == "None" and option.is_optional:
         return "null"  # as Python writes it; no other value of such an option is text
     if not is_multirun and "," in value and len(pieces_of(value)) > 1:
-        raise ConfigError(
-            f"{key}={value}: several values need -m, and each is a run of its own: "
-            f"{command_text('-m', f'{key}={value}')}"
-        )
+        raise ConfigError(f"{key}={value}: a run takes one value. {_SEVERAL_RUNS}")
     return value
 
 

@@ -155,11 +155,13 @@ def literal(text: object) -> str:
 
 def refuse_maps(selection: ExportSelection, holding: str) -> None:
     """Check that every layer has one vector per row."""
-    maps = [name for name in selection.layers if len(selection.row_shape(name)) != 1]
+    vectors = _vectors(selection)
+    maps = [name for name in selection.layers if name not in vectors]
     if maps:
+        others = f"'layers=[{','.join(vectors)}]' leaves them out; or e" if vectors else "E"
         raise ConfigError(
-            f"{holding}; rows of {', '.join(maps)} are maps, tokens or single numbers. Name the "
-            "layers you want with layers=[...], or extract maps and tokens with reduce=avg."
+            f"{holding}; rows of {', '.join(maps)} are maps, tokens or single numbers. "
+            f"{others}xtract maps and tokens with reduce=avg."
         )
 
 
@@ -168,6 +170,11 @@ def only_layer_of(selection: ExportSelection, option: str) -> str:
     if len(selection.layers) > 1:
         raise ConfigError(
             f"{option} holds one layer, and {len(selection.layers)} are selected: "
-            f"{', '.join(selection.layers)}. Name one with layers=[...]."
+            f"{', '.join(selection.layers)}. Name one, such as "
+            f"'layers=[{(_vectors(selection) or selection.layers)[0]}]'."
         )
     return selection.layers[0]
+
+
+def _vectors(selection: ExportSelection) -> list[str]:
+    return [name for name in selection.layers if len(selection.row_shape(name)) == 1]

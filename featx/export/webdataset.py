@@ -45,7 +45,7 @@ class WebDataset(ShardedFormat):
         if len(set(lowered)) < len(lowered):
             raise ConfigError(
                 "webdataset reads endings in lower case, and some layers differ by case only: "
-                f"{', '.join(selection.layers)}. Name those you want: layers=[...]."
+                f"{', '.join(selection.layers)}. Name those you want: 'layers=[...]'."
             )
         self._images = EncodedImages(selection, self.config)
         self._row_bytes = selection.row_bytes() + self._images.mean_bytes + _HEADERS

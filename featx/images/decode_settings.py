@@ -172,7 +172,7 @@ class DecodeSettings:
             raise ConfigError(
                 f"data.crops={config.data.crops}: a random crop takes the place of the resize and "
                 "the crop of a transform, and that of this model is no bilinear or bicubic resize "
-                "with a centre crop. Leave data.crops out; data.views=[original,hflip] works."
+                "with a centre crop. Leave data.crops out; 'data.views=[original,hflip]' works."
             )
         policy = replace(
             ImagePolicy.from_config(config.data),

@@ -160,7 +160,7 @@ def _check(config: Config) -> None:
     if isinstance(config.layers, Mapping) or len(names_tuple(config.layers)) > 1:
         raise ConfigError(
             f"layers={config.layers}: job=attribute takes the name of one module, such as "
-            "layers=[layer4]."
+            "'layers=[layer4]'."
         )
 
 

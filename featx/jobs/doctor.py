@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from featx.base import free_memory, installed_version, num_cpus, size_text
 from featx.base.version import __version__
 from featx.config import Config
-from featx.errors import FeatxError
+from featx.errors import FeatxError, counted
 from featx.jobs.base import JOBS, Input, Job, print_summary
 
 _SPACE_GIB = 1.0
@@ -70,7 +70,7 @@ def _device(config: Config) -> tuple[str, str]:
     device = choose_device(config.device)
     if device.type == "cuda":
         about = torch.cuda.get_device_properties(device)
-        number = f"{torch.cuda.device_count()} CUDA devices"
+        number = counted(torch.cuda.device_count(), "CUDA device")
         return f"{device}: {about.name}, {size_text(about.total_memory)}; {number}", ""
     if device.type == "mps":
         return "mps: Apple GPU", ""
@@ -170,7 +170,7 @@ def _weights(config: Config) -> tuple[str, str]:
         # Snapshots of the Hugging Face Hub are links to blobs: each file is counted once.
         files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
         size = size_text(sum(path.stat().st_size for path in files))
-        found = f"{len(files)} files, {size}" if folder.is_dir() else "none yet"
+        found = f"{counted(len(files), 'file')}, {size}" if folder.is_dir() else "none yet"
         lines.append(f"{folder}: {found}")
     return "\n".join(lines), ""
 

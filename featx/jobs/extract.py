@@ -60,7 +60,7 @@ def extract(
     if is_verbose:
         print_result(describe_end(summary, config.out))
     if summary["failures"] == summary["rows"]:
-        reason = f"all {summary['rows']} images failed, so no row of the store has features"
+        reason = f"all images failed ({summary['rows']}), so no row of the store has features"
         log_message(f"{reason}; see featx.open(...).failures.", level="warning")
     return FeatureStore(config.out)
 

@@ -17,6 +17,7 @@ from featx.errors import (
     MissingExtraError,
     ModelError,
     WeightsError,
+    counted,
 )
 from featx.jobs.base import JOBS, Input, Job
 from featx.models import build_backbone, resolve_library
@@ -223,7 +224,7 @@ def _first_image(
             if len(images):
                 return images, name_text(bytes(listing.keys[row]))
     raise DataError(
-        f"none of the first {min(_TRIED_IMAGES, len(listing))} images of "
+        f"none of the first {counted(min(_TRIED_IMAGES, len(listing)), 'image')} of "
         f"{_where(config)} can be read, and job=layers needs one. "
         "data=sample takes an image that comes with featx."
     )

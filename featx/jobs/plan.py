@@ -109,7 +109,8 @@ def _sections(context: RunContext, plan: Json) -> list[Section]:
         images = f"{num_left} of {images}, the others are in the store"
     answer = f"{images}: about {time_text(plan['seconds'])} after the start, {needed} of features."
     if not _fits(plan):
-        answer += "\nNOT ENOUGH disk space: choose another out=DIR, a reduction, or pack=false."
+        keeps = ", or pack=false" if plan["disk_free"] > plan["disk_needed"] else ""
+        answer += f"\nNOT ENOUGH disk space: choose another out=DIR, or a reduction{keeps}."
     elif free is not None and plan["disk_free"] <= plan["disk_needed_while_packing"]:
         answer += "\nToo little disk space to pack: the parts are kept."
     disk = f"{needed}, in an object store"

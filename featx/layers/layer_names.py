@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from featx.base import ElementPath, check_is_module, refuse_scripted
+from featx.base import ElementPath, check_is_module, family, refuse_scripted
 from featx.config import CAPTURES, GRADIENTS, PRESETS
 from featx.errors import LayerError, nearest
 from featx.layers.operations import is_function_name
@@ -109,10 +109,11 @@ def split_capture(request: str) -> tuple[str, str]:
         if bracket and kind in CAPTURES:
             right = f"{name}{bracket}{index}:{kind}"
             raise LayerError(f"{request!r}: an element stands before the colon: {right!r}.")
-        reduction = capture.strip()
+        reduction = capture.strip() if capture.strip() in family("reduce") else "avg"
         raise LayerError(
-            f"{request!r}: expected one of {', '.join(CAPTURES)} after the colon. A reduction is "
-            f"written in braces: 'layers={{{name}: {reduction}}}'."
+            f"{request!r}: expected one of {', '.join(CAPTURES)} after the colon."
+            f"{nearest(capture, CAPTURES)} A reduction, in the option `layers` only, is written "
+            f"in braces: 'layers={{{name}: {reduction}}}'."
         )
     return name, capture or "output"
 

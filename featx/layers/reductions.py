@@ -172,7 +172,7 @@ def _pooled_axes(name: str, rows: RowLayout) -> tuple[int, ...]:
     raise ReduceError(
         f"reduce={name} does not fit {rows.layer}: its rows have shape {rows.shape}, expected "
         "tokens (T, C) or a map (C, H, W).",
-        f"Use none or flatten for this layer, for example layers={{{rows.layer}: none}}.",
+        f"Use none or flatten for this layer, for example 'layers={{{rows.layer}: none}}'.",
     )
 
 

@@ -78,7 +78,7 @@ def channels_last(option: str, rows: RowLayout) -> bool:
         which = "is that of attention weights (heads, T, S), no map"
     advice = "Leave the layer out with layers=."
     if option.startswith("reduce="):
-        advice = f"Use none or flatten for this layer, for example layers={{{rows.layer}: none}}."
+        advice = f"Use none or flatten for this layer, for example 'layers={{{rows.layer}: none}}'."
     elif option == "stats.observation=position":
         advice = f"Use stats.observation=image. {advice}"
     raise ReduceError(

@@ -164,12 +164,13 @@ def _named_point(request: str, trace: Trace) -> CapturePoint:
     operation = _operation_point(request, trace)
     if operation is not None:
         return operation
-    base, _, later = split_capture(request)[0].rpartition("_")
+    layer, capture = split_capture(request)
+    base, _, later = layer.rpartition("_")
     num_calls = len(trace.by_module.get(trace.names.get(base, base), ()))
     if request not in trace.names and later.isdecimal() and 0 < int(later) < num_calls:
         raise LayerError(
             f"there is no layer {request!r}: the call that torch.fx names so is "
-            f"{base}@{int(later) + 1}."
+            f"{with_capture(f'{base}@{int(later) + 1}', capture)}."
         )
     point = parse_capture_point(request, trace.names, trace.known_names())
     module, number = point.module, point.call
@@ -183,7 +184,9 @@ def _named_point(request: str, trace: Trace) -> CapturePoint:
             "Choose the module around it; job=layers lists what is called."
         )
     if number is None and len(calls) > 1:
-        choices = ", ".join(f"{module}@{call.number} {_shapes(call)}" for call in calls)
+        choices = ", ".join(
+            f"{with_capture(f'{module}@{call.number}', capture)} {_shapes(call)}" for call in calls
+        )
         raise LayerError(
             f"the layer {module!r} is called {len(calls)} times in one forward pass; name one of "
             f"its calls: {choices}."
@@ -196,7 +199,7 @@ def _named_point(request: str, trace: Trace) -> CapturePoint:
     tensors = call.tensors(point.capture)
     if point.path and list(call.outputs) == [()] and "output" in point.capture:
         # layer4.7, where the output of layer4 is a single tensor, is a mistyped module name.
-        raise no_layer(split_capture(request)[0], trace.known_names())
+        raise no_layer(layer, trace.known_names())
     if point.capture == "attention" and not tensors:
         raise _no_attention(call, trace)
     _check_element(request, tensors, point.path, trace.batch_size)

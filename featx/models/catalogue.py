@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterable
 from functools import cache, cached_property
 from pathlib import Path
@@ -296,17 +297,21 @@ def _hint_of_path(name: str) -> str:
     except (OSError, RuntimeError):  # too long for a path; no such user
         return ""
     config = find_json(path / "config.json") if is_folder else None
-    if is_file and path.suffix in (".pth", ".pt", ".safetensors", ".bin", ".ckpt"):
-        return f" It is a file: model=NAME model.weights={name}, with the name of its model."
+    is_weights = path.suffix in (".pth", ".pt", ".safetensors", ".bin", ".ckpt")
+    if is_file and is_weights:
+        weights = shlex.quote(f"model.weights={name}")
+        return f" It is a file: model=NAME {weights}, with the name of its model."
+    named = shlex.quote(f"model.name={name}")
     if is_folder and (path / "open_clip_config.json").is_file():
-        return f" It is a folder of open_clip: model=open_clip model.name={name}."
+        return f" It is a folder of open_clip: model=open_clip {named}."
     if config is not None and "model_type" in config:
-        return f" It is a folder of transformers: model=transformers model.name={name}."
+        return f" It is a folder of transformers: model=transformers {named}."
     if config is not None and "architecture" in config:
-        return f" It is a folder of timm: model=timm model.name=local-dir:{name}."
+        local = shlex.quote(f"model.name=local-dir:{name}")
+        return f" It is a folder of timm: model=timm {local}."
     if is_folder and config is None and "/" in name:
         return " It is a folder without the config.json of a model."
-    if not (is_file or is_folder) and name.startswith(("/", "./", "../", "~")):
+    if not (is_file or is_folder) and (is_weights or name.startswith(("/", "./", "../", "~"))):
         return " There is no such file or folder."
     return ""
 

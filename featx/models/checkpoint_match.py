@@ -112,7 +112,7 @@ class Misfits:
             f"{len(self.extra)} unexpected ({', '.join(self.extra[:3])}), {len(self.shapes)} of "
             f"another shape ({'; '.join(self.shapes[:3])}). {converted}Give weights of this model, "
             "or choose the model that they belong to. A model of timm gets a head of N classes by "
-            "model.args={num_classes: N}, and none by 0."
+            "'model.args={num_classes: N}', and none by 0."
         )
 
 

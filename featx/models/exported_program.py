@@ -154,7 +154,7 @@ def check_forward(program: Program, size: tuple[int, int], name: str) -> None:
     except Exception as error:  # a guard of the program, or an operator
         raise ModelError(
             f"{name} does not take two images of {size[0]} x {size[1]} pixels "
-            f"({type(error).__name__}: {first_line(error)}). model.transform.crop=[HEIGHT,WIDTH] "
+            f"({type(error).__name__}: {first_line(error)}). 'model.transform.crop=[HEIGHT,WIDTH]' "
             "gives another size, if it was exported for several."
         ) from error
     after = program.module.state_dict()
@@ -206,7 +206,7 @@ def _check_guards(program: Program, size: tuple[int, int], name: str) -> None:
             images = "one image" if count == 1 else f"{count} images"
             raise ModelError(
                 f"{name} does not take {images} of {size[0]} x {size[1]} pixels ({error}). "
-                "model.transform.crop=[HEIGHT,WIDTH] gives another size, if it was exported for "
+                "'model.transform.crop=[HEIGHT,WIDTH]' gives another size, if it was exported for "
                 f"several; any number of images: {_HOW_TO_EXPORT}"
             ) from error
 

@@ -53,7 +53,7 @@ def change_preprocess(preprocess: Preprocess, config: TransformConfig) -> Prepro
         height, width = preprocess.crop
         raise ConfigError(
             f"model.transform.crop={crop}: the images of this model have {height} x {width} "
-            "pixels. model.input_size=[HEIGHT,WIDTH] changes the model and its images together."
+            "pixels. 'model.input_size=[HEIGHT,WIDTH]' changes the model and its images together."
         )
     resize = preprocess.resize or 0
     if config.resize is None and not resize:

@@ -198,7 +198,7 @@ def changed_images_text(path: Path, images: Sequence[bytes], what: str) -> str:
     `what` says what refresh=true does: a clause that starts with "computes".
     """
     return (
-        f"{changed_text(len(images))} since {path} was computed from them: "
+        f"{changed_text(len(images))} since {path} was computed: "
         f"{named_keys(images, len(images))}. The command of the run with "
         f"refresh=true {what}. Or put the images back, choose another out=DIR, or "
         "overwrite=true to delete what is there."
@@ -222,7 +222,8 @@ def changed_failures_text(images: Sequence[bytes]) -> str:
     count = len(images)
     return (
         f"{counted(count, 'failed image has changed', 'failed images have changed')} since: "
-        f"refresh=true computes their rows again ({named_keys(images, count)})"
+        f"refresh=true computes {'its row' if count == 1 else 'their rows'} again "
+        f"({named_keys(images, count)})"
     )
 
 

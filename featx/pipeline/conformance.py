@@ -198,7 +198,8 @@ def _broken_promises(compared: Compared, reduced: Sequence[int], max_levels: flo
                     f"up to {pixels.largest[i]:.0f} of 255 levels and by {pixels.mean[i]:.2g} on "
                     f"average; promised are {promised} and {mean:.2g}."
                 )
-        more = f" So do {len(sentences) - 1} more images." if len(sentences) > 1 else ""
+        others = counted(len(sentences) - 1, "more image does", "more images do")
+        more = f" {others} so as well." if len(sentences) > 1 else ""
         broken += [sentence + more for sentence in sentences[:1]]
 
     limit = FORWARD[compared.precision]

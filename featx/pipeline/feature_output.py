@@ -111,7 +111,7 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
     @functools.cached_property
     def _stored(self) -> Manifest | None:
         """Manifest of the store that is resumed."""
-        check_out(self.root)
+        check_out(self.root, self.config)
         return None if self.config.overwrite else load_manifest(self.root)[0]
 
     def list_images(self) -> tuple[Source, Listing]:
@@ -188,7 +188,7 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
                     f"out={self.config.out} is data.root as well, and heat maps and sprites would "
                     "become images of the data set. Choose another folder; below data.root is fine."
                 )
-        check_out(self.root)
+        check_out(self.root, self.config)
         if not self._is_recognised:
             return None
         self._finished = FinishedRun(self.config)
@@ -244,8 +244,8 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
         if needed > free:
             raise StorageError(
                 f"the features need {size_text(needed)}, and {size_text(free)} are free at "
-                f"{self.root}. Nothing was written. Free some space, choose another out=DIR, or a "
-                "reduction, such as reduce=avg. Afterwards:"
+                f"{self.root}. Nothing was written. Free some space and give the same command "
+                "again, or choose another out=DIR or a reduction, such as reduce=avg."
             )
 
     def describe(self) -> list[tuple[str, str]]:
@@ -293,7 +293,7 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
         if unfinished := session.unfinished_runs():
             names = ",".join(sorted(unfinished[0].names))
             log_message(
-                f"{shown_path(self.root)} is not complete: it lacks rows of layers=[{names}], "
+                f"{shown_path(self.root)} is not complete: it lacks rows of 'layers=[{names}]', "
                 "which the command with these layers computes."
             )
         session.write_failures()

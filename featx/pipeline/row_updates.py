@@ -145,7 +145,7 @@ def _refresh_text(layers: Sequence[str]) -> str:
 
 def _layers_options(runs: Sequence[Run]) -> list[str]:
     """The option `layers` of each run of a store, without repeats."""
-    return list(dict.fromkeys(f"layers=[{','.join(sorted(run.names))}]" for run in runs))
+    return list(dict.fromkeys(f"'layers=[{','.join(sorted(run.names))}]'" for run in runs))
 
 
 def has_mixed_rows(context: RunContext, session: StoreSession) -> bool:

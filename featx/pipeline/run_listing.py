@@ -5,6 +5,7 @@ For target=label and target=loss, the labels of the rows are given as classes of
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -53,16 +54,21 @@ _TRIED_PATHS = 16
 """Number of images of which one must exist before a model is loaded."""
 
 
-def check_out(out: Path) -> None:
-    """Raise ConfigError if `out` is a file, or does not exist and is named like one."""
+def check_out(out: Path, config: Config) -> None:
+    """Raise ConfigError if the folder of a run is a file, or does not exist and is named like one.
+
+    The default of `out` may end as a file does, if `model` is a file: that is no model, which is
+    said later.
+    """
     if out.is_dir():
         return
     if out.exists():
         raise ConfigError(f"out={out} is a file; expected a folder for the store.")
-    if out.suffix.lower() in _FILE_SUFFIXES:
+    if out.suffix.lower() in _FILE_SUFFIXES and not config.has_default_out:
+        folder = shlex.quote(f"out={out.with_suffix('')}")
         raise ConfigError(
             f"out={out} is named like a file, and a store is a folder, in which features.h5 holds "
-            f"the rows. Give out={out.with_suffix('')}, or another folder."
+            f"the rows. Give {folder}, or another folder."
         )
 
 
@@ -121,8 +127,8 @@ def list_images(
                 raise StoreMismatchError(growth_message(root, new_rows))
             names = ",".join(sorted(stored.layers))
             log_message(
-                f"{counted(new_rows, 'new image')} left out: layers=[{names}] grow=true adds them "
-                "when all layers are complete.",
+                f"{counted(new_rows, 'new image')} left out: 'layers=[{names}]' grow=true adds "
+                "them when all layers are complete.",
                 level="warning",
             )
             return source, before
@@ -200,10 +206,11 @@ def _refuse_fewer_rows(root: Path, stored: Listing, listed: Listing, config: Con
     for option in ("limit", "sample"):
         number = getattr(config.data, option)
         if number is not None and len(listed) < len(stored):
+            keys = stored.keys.tolist()
+            images = len({parent_key(key) for key in keys} if config.data.has_views else keys)
             raise StoreMismatchError(
-                f"data.{option}={number} takes {counted(len(listed), 'image')}, fewer than the "
-                f"{len(stored)} rows that {root} has. Leave it out, give the number of the store, "
-                "or choose out=DIR for a new store."
+                f"data.{option}={number} takes fewer images than the {images} that {root} has. "
+                f"Give data.{option}={images}, or choose out=DIR for a new store."
             )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.config import column_name_problem
-from featx.errors import DataError
+from featx.errors import DataError, counted
 from featx.types import Listing
 
 MAX_CLASS = 1_000_000
@@ -98,5 +98,6 @@ def similar_names(classes: Sequence[str]) -> list[str]:
                 "or the form of their characters"
             )
     if (num_more := len(warnings) - _WARNINGS) > 0:
-        warnings[_WARNINGS:] = [f"{num_more} more names of classes are as similar"]
+        names = counted(num_more, "more name of a class is", "more names of classes are")
+        warnings[_WARNINGS:] = [f"{names} as similar"]
     return warnings

@@ -6,7 +6,9 @@ their checksums.
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -113,11 +115,15 @@ def _construct(name: str, root: Path, arguments: Mapping[str, object]) -> Any:
     try:
         return make(str(root), download=False, **arguments)
     except (RuntimeError, OSError, ValueError, LookupError, AssertionError) as error:
-        keywords = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        texts = {"root": str(root), **arguments, "download": True}
+        given = ", ".join(
+            f"{key}={json.dumps(value) if isinstance(value, str) else value}"
+            for key, value in texts.items()
+        )
+        code = f"from torchvision.datasets import {name}; {name}({given})"
         raise DataError(
             f"data.root={root} (taken from {Path.cwd()}) has no {name}, or not all of it. "
-            f'Download it once with\n  python -c "from torchvision.datasets import {name}; '
-            f"{name}('{root}', {keywords}, download=True)\""
+            f"Download it once with\n  python -c {shlex.quote(code)}"
         ) from error
     except ImportError as error:
         raise DataError(f"torchvision cannot open {name}: {error}.") from error

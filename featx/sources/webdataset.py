@@ -110,7 +110,7 @@ class ShardSource:
         if not any(index.has_images for index in self._indexes):
             left_out = ", ".join(f"{n} {why}" for why, n in sorted(skipped.items()))
             raise DataError(
-                f"no images in the {len(self._shards)} shards of {self._root}. "
+                f"no images in {counted(len(self._shards), 'shard')} of {self._root}. "
                 f"Left out: {left_out or 'nothing'}."
             )
         note = self._label_note()

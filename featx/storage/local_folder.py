@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from io import BufferedRandom
 from pathlib import Path
 
+from featx.base import command_text
 from featx.errors import FeatxError, StoreError, StoreLockedError
 from featx.storage.durability import (
     TEMPORARY_PREFIX,
@@ -381,9 +382,10 @@ def exclusive_lock(path: Path) -> Iterator[int]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             holder = os.read(descriptor, 4096).decode(errors="replace").strip()
+            status = command_text("job=status", f"store={path.parent}")
             raise StoreLockedError(
                 f"{path.parent} is being written by another process{_holder_text(holder)}. "
-                "job=status shows how far a run is. Wait for it, stop it, or choose another "
+                f"`{status}` shows how far a run is. Wait for it, stop it, or choose another "
                 "out=DIR."
             ) from error
         except OSError as error:

@@ -18,7 +18,6 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from featx.base import command_text
 from featx.errors import ConfigError, StoreError, require
 from featx.storage import RawFile, S3File
 from featx.store import dtypes, layout
@@ -62,9 +61,9 @@ def check_verify(verify: object) -> None:
 
 def repair_hint(path: Path) -> str:
     """Advice for a damaged file of a store, the end of a message."""
-    repair = command_text("job=verify", f"store={layout.store_root(path)}", "verify.repair=true")
+    repair = layout.repair_command(layout.store_root(path))
     return (
-        f"Bits of the file have changed since it was written. `{repair}` extracts these rows again "
+        f"Bits of the file have changed since it was written. {repair} extracts these rows again "
         "and leaves all others."
     )
 

@@ -117,8 +117,8 @@ class CommittedParts:
                 check_chunks(metadata)
         except layout.UNREADABLE as error:
             raise StoreError(
-                f"{packed}: {damage_text(packed, error)}. job=verify verify.repair=true rebuilds "
-                "what is damaged."
+                f"{packed}: {damage_text(packed, error)}. {layout.repair_command(self._root)} "
+                "rebuilds what is damaged."
             ) from error
         self._disk.make_folder(self._root / layout.PARTS)
         with open_damaged(packed) as file:
@@ -129,7 +129,7 @@ class CommittedParts:
                         name = layout.part_name(part.index)
                         raise StoreError(
                             f"{packed} does not say why some rows failed ({name}). "
-                            "job=verify verify.repair=true extracts them again."
+                            f"{layout.repair_command(self._root)} extracts them again."
                         )
                     data = rows.build(run, listing, manifest)
                     self._disk.publish(part_path(self._root, part.index), data)

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from featx.base import differences
-from featx.errors import StoreMismatchError
+from featx.errors import StoreMismatchError, counted
 from featx.store import layout
 from featx.store.manifest import Manifest, Run
 from featx.types import Json
@@ -56,8 +56,8 @@ def merge_manifest(
         raise StoreMismatchError(
             f"{root} has layers {_name_list(before.layers)}, and rows can only be added to all of "
             f"them, before other layers; this command has layers={_name_list(requested.names)}. "
-            f"Give layers={_name_list(before.layers)} grow=true first and other layers in a second "
-            "command, or choose another out=DIR."
+            f"Give 'layers={_name_list(before.layers)}' grow=true first and other layers in a "
+            "second command, or choose another out=DIR."
         )
     if new_rows <= 0 and requested.names <= set(before.layers):
         return before
@@ -145,8 +145,9 @@ def _name_list(names: Iterable[str]) -> str:
 def growth_message(root: Path, new_rows: int) -> str:
     """Error message for a data set that has grown since the store was started."""
     return (
-        f"the data set has {new_rows} new images that are not in {root}. grow=true adds them "
-        "after the existing rows, whose numbers do not change; out=DIR makes a new store."
+        f"the data set has {counted(new_rows, 'new image that is', 'new images that are')} not in "
+        f"{root}. grow=true adds them after the existing rows, whose numbers do not change; "
+        "out=DIR makes a new store."
     )
 
 

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from featx.base import command_text
 from featx.errors import StoreLockedError
 from featx.storage import AtomicFolder, paths_in
 from featx.store import layout
@@ -239,9 +240,10 @@ def refuse_other_writers(root: Path) -> list[HeartbeatRecord]:
     alive = [record for record in read_heartbeats(root) if record.is_alive]
     for record in alive:
         if record.values.get("outlives"):
+            status = command_text("job=status", f"store={root}")
             raise StoreLockedError(
                 f"{root} is being written by {record.name}, which continues without its driver; "
-                f"its last heartbeat is {max(0, record.age_s):.0f} s old. Wait until job=status "
+                f"its last heartbeat is {max(0, record.age_s):.0f} s old. Wait until `{status}` "
                 "shows no process, cancel it, or choose another out=DIR."
             )
     return alive

@@ -19,6 +19,7 @@ try:
 except ImportError:  # a reader of stores may have numpy and h5py only
     xxhash = None  # type: ignore[assignment]
 
+from featx.base import command_text
 from featx.errors import StoreError
 from featx.types import (
     UNKNOWN_SIZE,
@@ -117,6 +118,11 @@ def part_name(index: int) -> str:
 def store_root(path: Path) -> Path:
     """Folder of the store that a part, features.h5 or a merged file belongs to."""
     return path.parent.parent if path.match(f"{PARTS}/{PART_GLOB}") else path.parent
+
+
+def repair_command(root: Path) -> str:
+    """Command that repairs the store in a folder, between backticks."""
+    return f"`{command_text('job=verify', f'store={root}', 'verify.repair=true')}`"
 
 
 def power_of_two_at_most(value: float) -> int:

@@ -257,7 +257,7 @@ def _open_store_file(path: Path, remote_file: S3File | None) -> h5py.File:
     except layout.UNREADABLE as error:
         raise_unless_damage(path, error)
         raise StoreError(
-            f"{path} cannot be read as HDF5: {error}. If it is a store's, `python -m featx "
-            "job=verify store=FOLDER verify.repair=true` rebuilds it and keeps every row whose "
-            "chunks are intact."
+            f"{path} cannot be read as HDF5: {error}. If it is a store's, "
+            f"{layout.repair_command(layout.store_root(path))} rebuilds it and keeps every row "
+            "whose chunks are intact."
         ) from error

@@ -83,8 +83,8 @@ def pack_parts(root: Path) -> None:
         kind = "" if isinstance(error, FeatxError) else f"{type(error).__name__}: "
         raise RunError(
             f"packing {root / layout.PACKED} failed: {kind}{error} The parts are still there and "
-            "featx.open reads them. Give the same command again to pack them, or pack=false to "
-            "leave them as they are."
+            "featx.open reads them. The command of the run packs them, or leaves them as they are "
+            "with pack=false."
         ) from error
 
 
@@ -162,8 +162,8 @@ def _source_files(root: Path, manifest: Manifest) -> list[tuple[Path, RowFile]]:
                 num_packed, fingerprint_sha256 = num_runs_of(file), file.attrs["fingerprint"]
         except (*layout.UNREADABLE, StoreError) as error:
             raise StoreError(
-                f"{packed}: {damage_text(packed, error)}. job=verify "
-                "verify.repair=true rebuilds it."
+                f"{packed}: {damage_text(packed, error)}. {layout.repair_command(root)} rebuilds "
+                "it."
             ) from error
         if len(manifest.runs) < num_packed or fingerprint_sha256 != manifest.digest_of(num_packed):
             raise StoreError(

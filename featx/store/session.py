@@ -265,8 +265,8 @@ class StoreSession:
         rows = self._parts.sound_rows(part, self.manifest, self.listing)
         if part.index in self._parts.indices and not rows.good.all():
             raise StoreError(
-                f"{part_path(self.root, part.index)} is damaged. job=verify verify.repair=true "
-                "rebuilds it."
+                f"{part_path(self.root, part.index)} is damaged. "
+                f"{layout.repair_command(self.root)} rebuilds it."
             )
         return rows
 

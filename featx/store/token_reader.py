@@ -165,6 +165,6 @@ def _shape_of_tokens(store: FeatureStore, layer: str) -> tuple[int, int, bool]:
         return geometry.grid[0] * geometry.grid[1], channels, first
     raise StoreError(
         f"{store.root}: rows of {layer} have shape {shape}; expected tokens (T, C), or a map whose "
-        "channels are known (the store records this when it is made). Extract the layer with "
-        "reduce=none."
+        "channels are known (the store records this when it is made). Extract a layer that "
+        "gives such rows, with reduce=none."
     )

@@ -389,7 +389,7 @@ def test_no_hook_outlives_an_exception(left: int) -> None:
         ("aside", "target=predicted has no gradient at"),
         ("fc", "expected a map"),
         ("twoo", "Nearest: two"),
-        (None, r"no stages were found in this model; give layers=\[NAME\]"),
+        (None, r"no stages were found in this model; give 'layers=\[NAME\]'"),
     ],
 )
 def test_a_layer_that_says_nothing_of_where_is_refused(layer: str | None, expected: str) -> None:

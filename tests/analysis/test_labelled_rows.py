@@ -62,11 +62,22 @@ def test_an_incomplete_store_and_one_without_labels_are_refused(tmp_path: Path) 
     with pytest.raises(StoreError, match="not complete: 8 of 21 rows"):
         labelled_rows(FeatureStore(run.write(tmp_path / "part", parts=[0])))
     made = make_labelled({"x": np.ones((4, 2))}, [-1] * 4, [])
-    with pytest.raises(DataError, match=r"has a label, .* data\.label_column=NAME"):
+    with pytest.raises(
+        DataError, match=r"has a label, .* another out=DIR: .* data\.label_column=NAME"
+    ):
         labelled_rows(FeatureStore(made.write(tmp_path / "bare")))
     made = make_labelled({"x": np.ones((4, 2))}, [0, 1, 0, 1], ["a", "b"], failed=range(4))
-    with pytest.raises(DataError, match=r"no row of .* that is ok has a label"):
+    with pytest.raises(DataError, match=r"failed has no row that is ok; its failures\.csv says"):
         labelled_rows(FeatureStore(made.write(tmp_path / "failed")))
+
+
+def test_a_store_without_labels_is_answered_with_its_columns(tmp_path: Path) -> None:
+    made = make_labelled({"x": np.ones((4, 2))}, [-1] * 4, [])
+    listing = replace(made.listing, columns={"site": np.array([b"a", b"b"] * 2)})
+    store = FeatureStore(replace(made, listing=listing).write(tmp_path / "s"))
+    with pytest.raises(DataError, match=r"probe\.label_column=NAME .* the store has site\.$"):
+        labelled_rows(store)
+    assert labelled_rows(store, "site").classes == ("a", "b")
 
 
 def test_small_maps_are_flattened_and_large_ones_averaged_over_positions(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_blocks_and_updates_and_merges_give_the_moments_of_all_rows(
             assert_close(moments.covariance(0), np.cov(x, rowvar=False, ddof=0))
             assert torch.equal(moments.scatter, moments.scatter.T)
         else:
-            with pytest.raises(ConfigError, match="kind='full'"):
+            with pytest.raises(ConfigError, match=r"stats\.covariance=full"):
                 moments.covariance()
 
 
@@ -799,21 +799,21 @@ def test_directions_without_variance_need_an_epsilon() -> None:
     moments = Moments.of(rows)
     assert principal_components(moments, 9).components.shape == (9, 12)
     for call in (lambda: principal_components(moments, 10), lambda: whitening(moments)):
-        with pytest.raises(ConfigError, match="vary in 9 directions only"):
+        with pytest.raises(ConfigError, match=r"vary in 9 directions only\. Give reduce\.k=9 or"):
             call()
     scaled = whitening(moments, epsilon=0.1)
     assert scaled.components.isfinite().all()
     assert scaled.explained_variance[9:].tolist() == [0, 0, 0]
     constant = Moments.of(torch.ones(10, 3))
-    with pytest.raises(ConfigError, match="vary in 0 directions"):
+    with pytest.raises(ConfigError, match=r"vary in 0 directions only\. Take the"):
         principal_components(constant, 1)
 
 
 def test_impossible_requests_say_why() -> None:
     diagonal = Moments.of(made_rows(10, 3), kind="diagonal")
-    with pytest.raises(ConfigError, match="needs the full scatter"):
+    with pytest.raises(ConfigError, match="the full scatter matrix is needed"):
         principal_components(diagonal, 2)
-    with pytest.raises(ConfigError, match="needs the full scatter"):
+    with pytest.raises(ConfigError, match="the full scatter matrix is needed"):
         gaussian_distance(diagonal, diagonal)
     full = Moments.of(made_rows(10, 3))
     with pytest.raises(ConfigError, match="epsilon"):

@@ -9,11 +9,28 @@ from typing import Any
 import pytest
 import torch
 
-from featx.base import DeviceTimer, exact_cuda, explained_memory, to_cpu
-from featx.errors import RunError
+from featx.base import DeviceTimer, choose_device, exact_cuda, explained_memory, to_cpu
+from featx.errors import ConfigError, RunError
 
 CUDNN: Any = torch.backends.cudnn
 MATMUL: Any = torch.backends.cuda.matmul
+
+
+@pytest.mark.parametrize(
+    ("count", "answer"),
+    [
+        (0, r"0 CUDA devices on this machine\. Use device=cpu, or install a CUDA build"),
+        (1, r"1 CUDA device on this machine, counted from 0\. The last one is device=cuda:0\."),
+        (2, r"2 CUDA devices on this machine, .* The last one is device=cuda:1\."),
+    ],
+)
+def test_a_device_that_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, count: int, answer: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: count > 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+    with pytest.raises(ConfigError, match=answer):
+        choose_device("cuda:3")
 
 
 def state() -> dict[str, Any]:

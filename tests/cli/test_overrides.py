@@ -229,8 +229,15 @@ def test_the_signs_of_hydra_may_stand_before_any_option() -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["model=resnet18,resnet34"], "python -m featx -m model=resnet18,resnet34"),
-        (["batch_size=8,16"], "python -m featx -m batch_size=8,16"),
+        (
+            ["model=resnet18,resnet34"],
+            "a run takes one. With -m in front of the options, each is a run",
+        ),
+        (
+            ["batch_size=8,16"],
+            "a run takes one value. With -m in front of the options, each is",
+        ),
+        (["precision=fp32,bf16"], "a run takes one value. With -m in front of the options"),
         (["layers=layer3,layer4"], r"'layers=\[layer3,layer4\]'"),
         (["data.columns=patient"], r"'data.columns=\[patient\]'"),
         (["layers={1.10: avg}"], r"1\.10 in a mapping is read as a number"),

@@ -358,8 +358,8 @@ def test_a_config_of_an_earlier_version_is_read_as_one_of_this() -> None:
     ("keywords", "message"),
     [
         ({"models": {"local": True}}, r"models\.local is gone: job\.show=local does the same"),
-        ({"attribute": {"layer": "a"}}, r"attribute\.layer is gone: layers=\[NAME\] names it"),
-        ({"probe": {"compare_store": "b"}}, r"compare_store is gone: store=\[A,B\] names"),
+        ({"attribute": {"layer": "a"}}, r"attribute\.layer is gone: 'layers=\[NAME\]' names it"),
+        ({"probe": {"compare_store": "b"}}, r"compare_store is gone: 'store=\[A,B\]' names"),
         ({"export": {"clam": True}}, r"export\.clam is gone: export\.format=clam writes"),
     ],
 )

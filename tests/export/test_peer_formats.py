@@ -103,7 +103,9 @@ class TestClipRetrieval:
 
     def test_several_layers_or_maps_are_refused(self) -> None:
         make_run(5, 4).write(Path("store"))
-        with pytest.raises(ConfigError, match=r"holds one layer, and 2 are selected: flat, map"):
+        with pytest.raises(
+            ConfigError, match=r"2 are selected: flat, map\. .* 'layers=\[flat\]'\."
+        ):
             export("clip_retrieval")
         with pytest.raises(ConfigError, match=r"rows of map are maps, tokens or single numbers"):
             export("clip_retrieval", layers="map")

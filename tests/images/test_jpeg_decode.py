@@ -278,7 +278,7 @@ def test_a_run_refuses_accepts_and_records(
     extract(accept, **both, grow=True)
     (photos / "0.jpg").write_bytes(sound[0])
     (photos / "1.jpg").write_bytes(half[0])
-    with pytest.raises(StoreMismatchError, match=r"\(layers=\[pool\]\)"):
+    with pytest.raises(StoreMismatchError, match=r"\('layers=\[pool\]'\)"):
         extract(accept, layers=["conv"], out="accepted", refresh=True)
     grown = extract(accept, layers=["pool"], out="accepted", refresh=True)
     assert grown.status.tolist() == [0, Status.IMAGE_DAMAGED, 0, 0, Status.IMAGE_DAMAGED]

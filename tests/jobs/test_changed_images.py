@@ -247,7 +247,7 @@ def test_layers_are_not_added_to_rows_of_changed_images(photos: Path) -> None:
     manifest = Path("store/featx.json").read_bytes()
     write_image(sorted_photos(photos)[1], 1000)
     for refresh in (False, True):
-        with pytest.raises(StoreMismatchError, match=r"refresh=true.*\(layers=\[conv\]\)"):
+        with pytest.raises(StoreMismatchError, match=r"refresh=true.*\('layers=\[conv\]'\)"):
             extract(photos, layers=["deep"], refresh=refresh)
         assert Path("store/featx.json").read_bytes() == manifest
     extract(photos, layers=["conv"], refresh=True)
@@ -263,12 +263,12 @@ def test_finished_layers_are_refreshed_while_others_are_unfinished(
     with stopped_after(2):
         extract(photos, layers=["deep"])
     write_image(sorted_photos(photos)[-1], 1000)
-    with pytest.raises(StoreMismatchError, match=r"refresh=true.*\(layers=\[conv\]\)"):
+    with pytest.raises(StoreMismatchError, match=r"refresh=true.*\('layers=\[conv\]'\)"):
         extract(photos, layers=["deep"])
     with pytest.raises(StoreMismatchError, match=r"is not complete: it was started with .*deep"):
         extract(photos, layers=["conv"])
     extract(photos, layers=["conv"], refresh=True)
-    assert "store is not complete: it lacks rows of layers=[deep]" in capfd.readouterr().err
+    assert "store is not complete: it lacks rows of 'layers=[deep]'" in capfd.readouterr().err
     after = extract(photos, layers=["deep"])
     assert same_values(after, extract(photos, out="whole", layers=["conv", "deep"]))
 
@@ -285,7 +285,9 @@ def test_finished_layers_are_refreshed_while_rows_are_added(
     with stopped_after(1):
         extract(photos, layers=both, grow=True)
     write_image(sorted_photos(photos)[0], 2000)
-    with pytest.raises(StoreMismatchError, match=r"each of layers=\[conv\] and layers=\[deep\]"):
+    with pytest.raises(
+        StoreMismatchError, match=r"each of 'layers=\[conv\]' and 'layers=\[deep\]'"
+    ):
         extract(photos, layers=both, grow=True)
     with pytest.raises(StoreMismatchError, match=r"\(layers=\[deep\]\)"):
         extract(photos, layers=["conv"], refresh=True)
@@ -320,7 +322,7 @@ def test_layers_from_another_image_are_refused_at_the_end(
         FeatxError, match=r"1 row was computed for deep from other images .* cat/006\.png"
     ):
         run_job("pack", store="store")
-    with pytest.raises(StoreMismatchError, match=r"\(layers=\[conv\]\)"):
+    with pytest.raises(StoreMismatchError, match=r"\('layers=\[conv\]'\)"):
         extract(photos, layers=["conv", "deep"])
     after = extract(photos, layers=["conv"], refresh=True)
     assert same_values(after, extract(photos, out="whole", layers=["conv", "deep"]))

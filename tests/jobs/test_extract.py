@@ -139,7 +139,7 @@ def test_every_image_failing_is_not_success_and_comes_with_a_warning(
         (tmp_path / "bad" / name).write_bytes(b"no")
     store = extract("bad", max_failures=1.0, verbose=False)
     assert not store.ok.any()
-    warned = "warning: all 2 images failed, so no row of the store has features"
+    warned = "warning: all images failed (2), so no row of the store has features"
     assert warned in capfd.readouterr().err
     keys = {"model": MODEL, "data": "bad", "layers": ["pool"], "max_failures": 5, "out": "s"}
     assert run_job("extract", **keys) == 3

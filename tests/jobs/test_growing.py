@@ -180,7 +180,7 @@ def test_rows_are_added_to_all_layers_or_to_none(
     extract(limited, layers=["pool"])
     before = PACKED.read_bytes()
     for layers in (["conv"], ["conv", "pool", "deep"]):
-        with pytest.raises(StoreMismatchError, match=r"layers=\[conv,pool\] grow=true first"):
+        with pytest.raises(StoreMismatchError, match=r"'layers=\[conv,pool\]' grow=true first"):
             extract(photos, layers=layers, grow=True)
     assert PACKED.read_bytes() == before
     computed.clear()
@@ -201,14 +201,14 @@ def test_layers_are_completed_and_refreshed_before_rows_are_added(
     with pytest.raises(StoreMismatchError, match=r"started with layers=\[pool\]"):
         extract(photos, layers=both, grow=True)
     extract(photos, layers=["pool"])
-    left_out = "1 new image left out: layers=[conv,pool] grow=true adds them"
+    left_out = "1 new image left out: 'layers=[conv,pool]' grow=true adds them"
     assert left_out in capfd.readouterr().err
     write_image(photos / "cat" / "000.png", 1000)
     advice = r"once with each of layers=\[conv\] and layers=\[pool\]"
     for grow, more in ((False, ""), (True, ", without grow=true")):
         with pytest.raises(StoreMismatchError, match=advice + more):
             extract(photos, layers=both, grow=grow, refresh=True)
-    with pytest.raises(StoreMismatchError, match=r"\(layers=\[pool\]\)"):
+    with pytest.raises(StoreMismatchError, match=r"\('layers=\[pool\]'\)"):
         extract(photos, layers=["conv"], refresh=True)
     extract(photos, layers=["pool"], refresh=True)
     extract(photos, layers=both, grow=True)

@@ -174,7 +174,7 @@ def test_values_are_of_the_first_image(layers: Layers, tmp_path: Path) -> None:
 def test_an_image_that_cannot_be_read_is_passed_over(layers: Layers, tmp_path: Path) -> None:
     (tmp_path / "p").mkdir()
     (tmp_path / "p" / "a.png").write_bytes(b"no image")
-    with pytest.raises(DataError, match=r"none of the first 1 images of .*/p can be read"):
+    with pytest.raises(DataError, match=r"none of the first 1 image of .*/p can be read"):
         layers(data=str(tmp_path / "p"))
     write_image(tmp_path / "p" / "b.png", 0)
     assert "image      b.png of" in layers(data=str(tmp_path / "p"))

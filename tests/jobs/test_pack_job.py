@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -105,7 +106,8 @@ def test_a_part_that_is_damaged_is_named_and_never_packed(stored: Stored) -> Non
     values = featx.open("store")["conv"][9].tobytes()
     data[data.index(values)] ^= 1
     part.write_bytes(data)
-    with pytest.raises(RunError, match=r"part-000002\.h5 is damaged.*next run") as failed:
+    message = r"part-000002\.h5 is damaged.*next run.*The command of the run packs them"
+    with pytest.raises(RunError, match=message) as failed:
         run_job("pack", out="store")
     assert failed.value.exit_code == 1
     assert not PACKED.exists()
@@ -122,8 +124,13 @@ def test_what_is_no_store_and_a_damaged_file_are_refused_by_name(stored: Stored)
         assert refused.value.exit_code == 2
     assert sorted(path.name for path in photos.iterdir()) == ["cat", "dog"]
     os.truncate(PACKED, 3000)
-    with pytest.raises(StoreError, match=r"features\.h5"):
+    with pytest.raises(StoreError, match=r"features\.h5.*`python -m featx job=verify") as damaged:
         run_job("pack", out="store")
+    *_, command, _ = str(damaged.value).split("`")
+    store, repair = command.split()[-2:]
+    assert (store, repair) == (f"store={Path('store').absolute()}", "verify.repair=true")
+    with pytest.raises(StoreError, match=re.escape(f"`{command}`")):
+        featx.open("store")
 
 
 def test_a_running_writer_is_told_by_its_pid(stored: Stored) -> None:

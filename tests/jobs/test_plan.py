@@ -56,3 +56,17 @@ def test_the_values_of_a_batch_are_counted_as_memory() -> None:
     ]
     # What the listing takes is measured, and differs by some pages.
     assert many["memory"] - few["memory"] > 5 * 4 * 1024 * (values[1] - values[0]) > 10**6
+
+
+@pytest.mark.parametrize(
+    ("free", "helps"), [(1, False), (10 * 8 * 4 * 4 * 2 + 1, True)], ids=["parts", "packed file"]
+)
+def test_pack_false_is_advised_where_it_makes_room(
+    free: int, helps: bool, set_free_disk: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_images(Path("photos"), 10)
+    set_free_disk(free)
+    run_job("plan", **{**KEYS, "data": "photos", "pack": True})
+    shown = capsys.readouterr().out
+    assert "NOT ENOUGH disk space: choose another out=DIR, or a reduction" in shown
+    assert ("pack=false" in shown) == helps

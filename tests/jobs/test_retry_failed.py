@@ -172,7 +172,7 @@ def test_layers_of_another_run_keep_their_failure_until_they_are_retried(photos:
     assert half.status[2] == Status.TRUNCATED
     assert half["conv"][2].tobytes() == whole["conv"][2].tobytes()
     assert np.isnan(half["deep"][2]).all()
-    with pytest.raises(ConfigError, match=r"one run: layers=\[conv\], layers=\[deep\]"):
+    with pytest.raises(ConfigError, match=r"one run: 'layers=\[conv\]', 'layers=\[deep\]'"):
         extract(photos, retry_failed=True, **LENIENT)
     after = extract(photos, retry_failed=True, **{**LENIENT, "layers": ["deep"]})
     assert same_values(after, whole)
@@ -183,7 +183,7 @@ def test_layers_that_were_computed_together_are_retried_together(photos: Path) -
     sound = spoil(photos, [2])
     extract(photos, **LENIENT)
     mend(photos, sound)
-    with pytest.raises(ConfigError, match=r"one run: layers=\[conv,deep\]"):
+    with pytest.raises(ConfigError, match=r"one run: 'layers=\[conv,deep\]'"):
         extract(photos, retry_failed=True, **{**LENIENT, "layers": ["deep"]})
     assert featx.open("store").status[2] == Status.TRUNCATED
 

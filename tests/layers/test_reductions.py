@@ -369,7 +369,7 @@ def test_the_copy_without_memory_is_not_compiled() -> None:
 NO_GRID = "4 tokens are not 1 prefix tokens and a grid"
 EITHER_WAY = (
     r"could be \(C, H, W\) or \(H, W, C\), so its channels are unknown\. Use none or flatten for "
-    r"this layer, for example layers=\{layer: none\}\.$"
+    r"this layer, for example 'layers=\{layer: none\}'\.$"
 )
 
 

@@ -122,6 +122,7 @@ REFUSED = [
     ("fc[0]", r"no layer 'fc\[0\]'.*Nearest: fc"),
     # A repeated module lists its calls, and an ambiguous output or input its elements.
     ("relu", r"called 2 times.*relu@1 \(8, 4, 4\), relu@2 \(8, 4, 4\)"),
+    ("relu:grad_output", r"relu@1:grad_output \(8, 4, 4\), relu@2:grad_output \("),
     ("relu_1", r"no layer 'relu_1': the call that torch\.fx names so is relu@2"),
     ("relu_2", r"no layer 'relu_2' in this model"),
     ("relu@9", "'relu@9': relu is called 2 times, counted from 1"),

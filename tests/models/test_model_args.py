@@ -114,7 +114,7 @@ def test_a_size_that_is_not_square() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"args": {"img_size": 448}}, r"model\.input_size=\[HEIGHT,WIDTH\] sets"),
+        ({"args": {"img_size": 448}}, r"'model\.input_size=\[HEIGHT,WIDTH\]' sets"),
         ({"args": {"pretrained": True}}, r"model\.args\.pretrained cannot be given"),
         ({"args": {"in_chans": 1}}, r"Give model\.transform\.scale.*mean=\[0\.5\]'"),
         ({"args": {"checkpoint_path": "x.pth"}}, r"model\.weights=PATH"),

@@ -190,6 +190,7 @@ def test_an_unknown_name_lists_the_nearest(name: str, library: str, nearest: str
         ("torchvision/resnet50", "architecture: model=resnet50 (torchvision)."),
         ("owner/model", "model=transformers model.name=owner/model if it is a model for transfo"),
         ("/no/such/folder", "There is no such file or folder."),
+        ("best.pth", "There is no such file or folder."),
     ],
 )
 def test_the_message_says_what_to_type(name: str, said: str) -> None:

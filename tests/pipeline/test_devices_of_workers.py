@@ -71,7 +71,7 @@ def test_workers_are_a_number(value: object) -> None:
             executor("ray", sbatch={"a": 1}),
             "executor.sbatch has an effect with executor=slurm only",
         ),
-        (executor("slurm", gres="gpu:1"), r"gres is gone: executor\.sbatch=\{gres: gpu:1\}"),
+        (executor("slurm", gres="gpu:1"), r"gres is gone: 'executor\.sbatch=\{gres: gpu:1\}'"),
         (executor("ray", gpus=-1.0), "executor.gpus=-1.0: expected a number above 0"),
     ],
 )

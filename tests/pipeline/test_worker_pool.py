@@ -149,7 +149,7 @@ def test_rows_that_are_there_are_not_to_be_overwritten_for_more_workers(
 ) -> None:
     FakePool(tmp_path, num_workers=6, num_committed=num_committed)
     shown = capsys.readouterr().err
-    assert "20 rows in 5 parts, and 6 workers: the others have no work." in shown
+    assert "20 rows in 5 parts: 1 worker has no work." in shown
     assert ("overwrite=true" in shown) == (num_committed == 0)
 
 

@@ -169,7 +169,7 @@ class Attributor(Engine):
             stages = list(named) if are_called else find_stages(traced, self.backbone.classifier)
         except LayerError as error:
             raise LayerError(
-                "no stages were found in this model; give layers=[NAME], the last layer "
+                "no stages were found in this model; give 'layers=[NAME]', the last layer "
                 "that still is a map. job=layers lists the layers."
             ) from error
         shapes = list(traced.by_module[traced.names[stages[-1]]][0].outputs.values())
@@ -353,13 +353,13 @@ class Attributor(Engine):
         if to_map(output).shape[2:].numel() == 1:
             raise LayerError(
                 f"{point.name} has only one position, so it gives no heat map. Give "
-                "layers=[NAME], a layer in front of the pooling; job=layers lists the layers."
+                "'layers=[NAME]', a layer in front of the pooling; job=layers lists the layers."
             )
         if gradient is None or not to_map(gradient).any():
             raise LayerError(
                 f"target={self._target} has no gradient at the positions of {point.name}, because "
                 "the output of the model does not depend on them (after the last block of a "
-                "transformer only the class token counts). Give an earlier one, layers=[NAME]."
+                "transformer only the class token counts). Give an earlier one, 'layers=[NAME]'."
             )
         self._check_positions(point, output, to_map)
         return to_map

@@ -71,8 +71,8 @@ class ClassTask(RowTask):
         if len(training.classes) < 2:
             raise DataError(
                 f"{store.root} has rows of the class {training.classes[0]!r} only; a probe needs "
-                "two classes or more. data.limit=N takes the first N images; data.sample=N takes "
-                "some of each class."
+                "two classes or more. If data.limit took the first images: data.sample=N, with "
+                "another out=DIR, takes some of each class."
             )
         if options.test_store is not None:
             other = open_other_store(store, options.test_store, layers)

@@ -78,15 +78,15 @@ def overlap_notes(training: LabelledRows, testing: LabelledRows, column: str | N
     if kind != "video" and (sums > NO_IMAGE).all() and (their_sums > NO_IMAGE).all():
         if count := int(np.isin(their_sums, sums).sum()):
             notes.append(
-                f"{count} test rows of probe.test_store are of the same images as training rows, "
-                "byte for byte: the accuracy is too high"
+                f"{_test_rows(count, 'is', 'are')} of the same images as training rows, byte for "
+                "byte: the accuracy is too high"
             )
     elif count := int((both := np.isin(theirs, ours)).sum()):
         # Keys are relative to data.root, so equal keys in two stores may be different images.
         origins_text = f"{kind or 'key'}s"
         example = theirs[both][0].decode("utf-8", "replace")
         notes.append(
-            f"{count} test rows of probe.test_store have {origins_text} that the training rows "
+            f"{_test_rows(count, 'has', 'have')} {origins_text} that the training rows "
             f"have too, such as {example}: if they are the same images, the accuracy is too high"
         )
     if column is not None:
@@ -95,10 +95,15 @@ def overlap_notes(training: LabelledRows, testing: LabelledRows, column: str | N
         )
         if count := int((both := np.isin(theirs, ours) & ~missing).sum()):
             notes.append(
-                f"{count} test rows of probe.test_store have a value of {column} that training "
-                f"rows have too, such as {theirs[both][0]}: the accuracy may be too high"
+                f"{_test_rows(count, 'has', 'have')} a value of {column} that training rows "
+                f"have too, such as {theirs[both][0]}: the accuracy may be too high"
             )
     return notes
+
+
+def _test_rows(count: int, verb: str, verbs: str) -> str:
+    rows = counted(count, "test row", "test rows")
+    return f"{rows} of probe.test_store {verb if count == 1 else verbs}"
 
 
 def _column_values(labelled: LabelledRows, column: str) -> tuple[Array, npt.NDArray[np.bool_]]:

@@ -14,7 +14,7 @@ from featx.analysis.value_settings import refuse_other_layer
 from featx.config import ProbeConfig
 from featx.errors import ConfigError, DataError, StoreError, counted
 from featx.sources import MISSING_MARKS
-from featx.store import FeatureStore
+from featx.store import FeatureStore, layout
 from featx.types import Array
 
 
@@ -74,16 +74,15 @@ def labelled_rows(store: FeatureStore, column: str | None = None) -> LabelledRow
     labels, classes = (
         (store.labels, store.classes) if column is None else _column_labels(store, column)
     )
+    if not store.ok.any():
+        raise DataError(
+            f"{store.root} has no row that is ok; its {layout.FAILURES_CSV} says why they failed."
+        )
     rows = np.flatnonzero(store.ok & (labels >= 0))
     if not len(rows):
-        given = (
-            "With data=folder the first sub-folder of an image is its label, with data=table the "
-            "column data.label_column=NAME."
-        )
         raise DataError(
-            f"no row of {store.root} that is ok has a label, which a probe needs. {given}"
-            if column is None
-            else f"no row of {store.root} that is ok has a value of {column}."
+            f"no row of {store.root} that is ok has "
+            + (_no_label(store) if column is None else f"a value of {column}.")
         )
     present, y = np.unique(labels[rows], return_inverse=True)
     num_unlabelled = int((store.ok & (labels < 0)).sum())
@@ -95,6 +94,20 @@ def labelled_rows(store: FeatureStore, column: str | None = None) -> LabelledRow
     ]
     names = tuple(classes[label] for label in present.tolist())
     return LabelledRows(store, rows, y.astype(np.int64), names, tuple(notes))
+
+
+def _no_label(store: FeatureStore) -> str:
+    """End of the message that no row of a store has a label."""
+    if store.columns:
+        return (
+            "a label. probe.label_column=NAME takes those of a column; the store has "
+            f"{', '.join(store.columns)}."
+        )
+    return (
+        "a label, which a probe needs. Extract the images to another out=DIR: with data=folder the "
+        "first sub-folder of an image is its label, with data=table the column "
+        "data.label_column=NAME."
+    )
 
 
 def _column_labels(store: FeatureStore, column: str) -> tuple[Ints, tuple[str, ...]]:

@@ -155,7 +155,7 @@ def require_tokens(store: FeatureStore, layers: Sequence[str], option: str) -> N
         remedy = "Extract a layer with reduce=none, which keeps tokens and maps, or reduce=grid."
         if token_layers:
             pronoun = "it" if len(vector_layers) == 1 else "them"
-            remedy = f"layers=[{','.join(token_layers)}] leaves {pronoun} out."
+            remedy = f"'layers=[{','.join(token_layers)}]' leaves {pronoun} out."
         raise ConfigError(
             f"{option} needs tokens or maps, and {', '.join(vector_layers)} "
             f"{'has' if len(vector_layers) == 1 else 'have'} one vector or heat map a row. {remedy}"

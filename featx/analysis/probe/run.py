@@ -21,7 +21,7 @@ from featx.analysis.probe.texts import score_text
 from featx.analysis.probe.value_task import ValueTask
 from featx.base import WIDTH, choose_device, exact_cuda, keep_freed_memory
 from featx.config import Config, ProbeConfig
-from featx.errors import RunError
+from featx.errors import RunError, counted
 from featx.storage import open_folder
 from featx.store import FeatureStore, matching_layers
 
@@ -138,5 +138,6 @@ def _line(task: AnyTask, layer: str) -> str:
     is_pooled = about.get("reduction", {}).get("then") == "avg"
     pooled = " (averaged over positions)" if is_pooled else ""
     streamed = ", streamed" if about.get("streamed") else ""
-    text = f"{layer}: {about['features']} features{patches}{pooled}{streamed}; {', '.join(texts)}"
+    features = counted(about["features"], "feature")
+    text = f"{layer}: {features}{patches}{pooled}{streamed}; {', '.join(texts)}"
     return textwrap.fill(text, WIDTH, subsequent_indent="  ")

@@ -117,9 +117,11 @@ def layer_similarity(
         )
         right = _Layers(other, other_rows, matching_layers(other, layers), compute_device)
     elif len(left.names) < 2:
+        listed = ", ".join(store.layers)
+        more = f"more of {listed} with layers=, or " if len(store.layers) > 1 else ""
         raise ConfigError(
-            f"{store.root} has one layer to compare, {left.names[0]}; name more with layers=, "
-            "or another store as store=[A,B]."
+            f"{store.root} has one layer to compare, {left.names[0]}; name {more}another store as "
+            "'store=[A,B]'."
         )
     gram_measures = [name for name in measures if _needs_gram(name, count)]
     cross_measures = [name for name in measures if name not in gram_measures]
@@ -262,7 +264,7 @@ def _needs_gram(measure: str, num_rows: int) -> bool:
         raise ConfigError(
             f"RSA of {num_rows} images compares {num_rows * (num_rows - 1) // 2} distances; at "
             f"most {RSA_ROWS} images are taken. Give a smaller cka.rows, or leave {measure} out: "
-            "cka.measures=[cka,cka_debiased]."
+            "'cka.measures=[cka,cka_debiased]'."
         )
     return measure in RSA_DISTANCES or (measure in _GRAM_MEASURES and num_rows <= GRAM_ROWS)
 
@@ -284,7 +286,7 @@ def _compare_by_grams(
     check_memory(
         needed,
         f"{' and '.join(measures)} of {n} rows of {num_layers} layers",
-        "Give a smaller cka.rows, or name fewer layers with layers=[...].",
+        "Give a smaller cka.rows, or name fewer layers with 'layers=[...]'.",
     )
 
     def unit_vectors(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from featx.analysis.statistics.moments import Moments
-from featx.errors import ConfigError
+from featx.errors import ConfigError, counted
 from featx.layers import Projection
 
 MAX_SPECTRUM = 4096
@@ -152,9 +152,11 @@ def _check_k(
         raise ConfigError(f"k is {k}; expected 1 to {moments.dim}, the number of features.")
     rank = rank_of(variances, moments.dim)
     if needs_variance and k > rank:
+        fewer = f"Give reduce.k={rank} or less, or t" if rank else "T"
         raise ConfigError(
-            f"k is {k}, but the {moments.count} rows of {moments.dim} features vary in {rank} "
-            "directions only. Give a smaller k, or take more rows; whitening also takes an epsilon."
+            f"k is {k}, but the {moments.count} rows of {moments.dim} features vary in "
+            f"{counted(rank, 'direction')} only. {fewer}ake the statistics of more rows; "
+            "reduce=whiten also takes reduce.epsilon with reduce.zca=true and no reduce.k."
         )
 
 

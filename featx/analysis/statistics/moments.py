@@ -176,8 +176,8 @@ class Moments:
         """Raise ConfigError unless the full scatter matrix was computed."""
         if self.kind != "full":
             raise ConfigError(
-                f"{subject} needs the full scatter matrix; these moments hold its diagonal. "
-                "Take them again with kind='full'."
+                f"{subject}: the full scatter matrix is needed, and only its diagonal was kept. "
+                "Take the statistics again with stats.covariance=full."
             )
 
     def _degrees(self, ddof: int) -> int:
@@ -242,8 +242,8 @@ def check_size(dim: int, kind: str, subject: str = "a row") -> None:
         raise ConfigError(
             f"{subject} has {dim} features: their scatter matrix would take "
             f"{8 * dim**2 / 2**30:.1f} GiB; at most {MAX_FULL} features (2 GiB) are taken. Reduce "
-            "the layer first (reduce=avg), take each position as a row, or keep variances only: "
-            "stats.covariance=diagonal, in Python kind='diagonal'."
+            "the layer first (reduce=avg), take each position as a row "
+            "(stats.observation=position), or keep variances only (stats.covariance=diagonal)."
         )
 
 

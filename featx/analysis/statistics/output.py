@@ -207,7 +207,7 @@ class StatsOutput(Output[StatsPart, StatsSession]):
 
     def begin(self) -> None:
         """Open the statistics of stats.reference."""
-        check_out(self.root)
+        check_out(self.root, self.config)
         if self.config.stats.reference is not None:
             self._reference = Statistics(self.config.stats.reference)
 

@@ -10,7 +10,7 @@ from featx.analysis.statistics.covariance import principal_components, rank_of, 
 from featx.analysis.statistics.reader import Statistics
 from featx.analysis.value_settings import refuse_changes
 from featx.config import GRADIENTS, Config, ReduceConfig, reduction_of_args
-from featx.errors import ConfigError, ReduceError
+from featx.errors import ConfigError, ReduceError, counted
 from featx.layers import (
     REDUCTIONS,
     CapturePoint,
@@ -116,6 +116,7 @@ def _refuse_arbitrary_directions(projection: Projection, dim: int, zca: bool) ->
     rank = rank_of(variances, dim)
     if rank < len(variances) and not (zca and len(variances) == dim):
         raise ConfigError(
-            f"k is {len(variances)}, but the rows vary in {rank} directions only; which others "
-            f"there are is arbitrary. Give k={rank} or less, or zca=true and no k."
+            f"k is {len(variances)}, but the rows vary in {counted(rank, 'direction')} only; which "
+            f"others there are is arbitrary. Give reduce.k={rank} or less, or reduce.zca=true and "
+            "no reduce.k."
         )

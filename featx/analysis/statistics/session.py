@@ -229,8 +229,8 @@ class StatsSession:
                 changes = differences(json.loads(root["settings"]), settings)
                 lines = [f"{key}: {old!r}, now {new!r}" for key, old, new in changes]
                 raise StoreMismatchError(
-                    f"{path} was made with other settings: {'; '.join(lines)}. Give those, choose "
-                    "another out=DIR, or overwrite=true."
+                    f"{path} was made with other settings: {'; '.join(lines)}. Give those, or "
+                    "overwrite=true; statistics of images can also go to another out=DIR."
                 )
             if (root["start"], root["stop"]) != (start, stop):
                 raise DamagedError(

@@ -15,7 +15,7 @@ from featx.analysis.statistics.part_moments import PartMoments, StatsLayer
 from featx.analysis.statistics.reader import Statistics, summary_of
 from featx.analysis.statistics.session import StatsSession, clear_files
 from featx.analysis.statistics.stats_file import Contents, DamagedError
-from featx.base import CountProgress, choose_device, rows_of_block
+from featx.base import CountProgress, choose_device, command_text, rows_of_block
 from featx.config import GRADIENTS, Config, from_saved
 from featx.errors import ConfigError, StoreError, StoreMismatchError
 from featx.storage import AtomicFolder, exclusive_lock, is_url
@@ -45,8 +45,9 @@ def stats_of_store(config: Config) -> dict[str, object]:
         raise ConfigError(f"store={store.root}: statistics are written to a disk only; copy it.")
     manifest = manifest_of(store)
     if manifest is None or not store.complete:
+        status = command_text("job=status", f"store={store.root}")
         raise StoreError(
-            f"{store.root} is not the complete store of a run; job=status says what is missing."
+            f"{store.root} is not the complete store of a run; `{status}` says what is missing."
         )
     reference = None if config.stats.reference is None else Statistics(config.stats.reference)
     layers: dict[str, StatsLayer] = {}

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import yaml
 
 from featx.base import as_utf8, size_text
+from featx.errors import counted
 from featx.export.report.html import without_folder, without_folders
 from featx.export.report.probe_results import ROLES
 from featx.pipeline import RESPONSE
@@ -184,7 +185,7 @@ def _size(store: FeatureStore) -> str:
     for path in paths_in(store.root / layout.PARTS, layout.PART_GLOB):
         with contextlib.suppress(FileNotFoundError):  # packed meanwhile
             sizes.append(path.stat().st_size)
-    return f"{size_text(sum(sizes))}, {len(sizes)} parts, not packed"
+    return f"{size_text(sum(sizes))}, {counted(len(sizes), 'part')}, not packed"
 
 
 def _versions(attrs: Mapping[str, object]) -> str:

@@ -58,7 +58,7 @@ class TimmOptions(LibraryModelConfig):
         self.refuse_args(_REFUSED_ARGS)
         if "img_size" in self.args:
             raise ConfigError(
-                "model.args.img_size cannot be given: model.input_size=[HEIGHT,WIDTH] sets the "
+                "model.args.img_size cannot be given: 'model.input_size=[HEIGHT,WIDTH]' sets the "
                 "size of the model and of its images together."
             )
         num = self.args.get("in_chans", 3)

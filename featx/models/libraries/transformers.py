@@ -148,7 +148,7 @@ def _check_size(plan: Blueprint, family: Family, crop: tuple[int, int], is_reque
         )
     raise WeightsError(
         f"{model} pixels, and the image processor of the folder makes {crop[0]} x {crop[1]}. Give "
-        f"model.input_size=[{height},{width}], or copy the preprocessor_config.json that belongs "
+        f"'model.input_size=[{height},{width}]', or copy the preprocessor_config.json that belongs "
         "to the model."
     )
 

@@ -93,8 +93,8 @@ class WorkerPool(ABC):
         )
         num_parts, num_rows = len(spec.parts), sum(map(len, spec.parts))
         if 0 < num_parts < num_workers:
-            text = f"{counted(num_rows, 'row')} in {counted(num_parts, 'part')}, and {num_workers} "
-            text += "workers: the others have no work."
+            idle = counted(num_workers - num_parts, "worker has", "workers have")
+            text = f"{counted(num_rows, 'row')} in {counted(num_parts, 'part')}: {idle} no work."
             if not session.num_committed:
                 text += " A smaller part_rows, with overwrite=true, makes more parts."
             log_message(text)

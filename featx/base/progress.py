@@ -70,7 +70,9 @@ class _Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
     """
 
     monitor_interval = 0
-    _lock = threading.RLock()
+
+
+_Bar.set_lock(threading.RLock())
 
 
 class Progress:

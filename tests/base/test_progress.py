@@ -22,6 +22,7 @@ from featx.base import (
     Progress,
     announce,
     announcements,
+    console,
     log_as_json,
     log_message,
     progress,

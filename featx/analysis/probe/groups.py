@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from featx.analysis.probe.labelled_rows import LabelledRows
 from featx.analysis.probe.metrics import Ints, Matrix
+from featx.errors import counted
 from featx.sources import origins_of
 from featx.types import NO_IMAGE, Array
 

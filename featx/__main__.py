@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import importlib
 import itertools
 import logging
 import os
@@ -200,10 +201,10 @@ class _Task:
         self._runs[-1] = label, *_run_job(node, self._line, self._debug)
 
     def __reduce__(self) -> tuple[object, ...]:
-        from featx.__main__ import task_of_launcher  # the other process does not run this file
-
         _Task.was_sent = True
-        return task_of_launcher, (self._line, self._debug)
+        # By the name of the module: the other process does not run this file as __main__.
+        itself = importlib.import_module("featx.__main__")
+        return itself.task_of_launcher, (self._line, self._debug)
 
 
 def task_of_launcher(line: CommandLine, debug: bool) -> Callable[[DictConfig], None]:

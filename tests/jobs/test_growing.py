@@ -226,7 +226,7 @@ def test_growing_resumes_after_a_stop(photos: Path) -> None:
     assert np.flatnonzero(featx.open("store").status == 255).tolist() == list(range(rows, 21))
     # Another new image while it is not finished: it waits for its turn.
     write_image(photos / "ant" / "0.png", 50)
-    with pytest.raises(StoreMismatchError, match="1 new images"):
+    with pytest.raises(StoreMismatchError, match="1 new image that is"):
         extract(photos)
     (photos / "ant" / "0.png").unlink()
     store = extract(photos)

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-import os
+import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import REPOSITORY
 from tiny_model import MODEL, write_image
 from torch import nn
 from zoo import SequenceFirst
 
 from featx import jobs
-from featx.base import print_result
 from featx.cli import table_rows
 from featx.config import ReduceConfig, from_composed, from_keywords
 from featx.errors import ConfigError, DataError, LayerError, MissingExtraError, ModelError
@@ -316,12 +317,23 @@ def test_keys_that_would_have_no_effect(layers: Layers) -> None:
         layers("watch", layers=["conv"])
 
 
-def test_a_reader_may_leave_early(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_may_leave_early() -> None:
     """`python -m featx job=layers | head`"""
-    reading, writing = os.pipe()
-    with os.fdopen(writing, "w") as stdout:
-        monkeypatch.setattr(sys, "stdout", stdout)
+    code = """
+        from featx.base import own_process, print_result
+
+        own_process()
         print_result("read")
-        os.close(reading)
-        print_result("x" * 100_000)
+        input()
+        print_result(100_000 * "x")
         print_result("and more")
+        """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, cwd=REPOSITORY, **pipes) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "read\n"
+        process.stdout.close()
+        process.stdout = None
+        assert process.communicate("\n", timeout=60)[1] == ""
+    assert process.returncode == 0

@@ -56,7 +56,7 @@ def test_an_exact_resize_and_a_cut_offset() -> None:
 @pytest.mark.parametrize(
     ("transform", "message"),
     [
-        ({"crop": 160}, r"have 224 x 224 pixels\. model\.input_size="),
+        ({"crop": 160}, r"have 224 x 224 pixels\. 'model\.input_size="),
         ({"resize": 200}, r"crop=224x224: expected at most model\.transform\.resize=200"),
         ({"resize": [1, 2, 3]}, r"resize=\[1,2,3\]: expected a whole number of pixels"),
         ({"resize": "large"}, "expected a whole number of pixels"),

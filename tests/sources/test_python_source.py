@@ -378,7 +378,7 @@ def test_the_same_object_resumes_and_another_one_is_refused(
         extract(data[:20])
     added = paths[-1].with_name("zzz.png")  # the keys of the data set are the paths
     added.write_bytes(paths[0].read_bytes())
-    with pytest.raises(StoreMismatchError, match="1 new images"):
+    with pytest.raises(StoreMismatchError, match="1 new image that is"):
         extract([*data, (added, 0)])
     assert len(extract([*data, (added, 0)], grow=True, pack=False)) == 22
     with pytest.raises(DataError, match="only a Python program can open it"):

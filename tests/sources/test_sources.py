@@ -85,7 +85,7 @@ def test_each_source_gives_the_folders_features_resumes_and_refuses_changes(
         extract(data, dtype="float32", pack=False)
     more = {**images, "dog/zzz.png": images[first]}
     KINDS[name].make(more)
-    with pytest.raises(StoreMismatchError, match=r"1 new images"):
+    with pytest.raises(StoreMismatchError, match="1 new image that is"):
         extract(data, dtype="float32", pack=False)
 
 

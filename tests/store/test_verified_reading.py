@@ -220,5 +220,5 @@ def test_damage_to_the_texts_names_the_repair(tmp_path: Path) -> None:
         weights = str(file.attrs["weights"]).encode()
     data[data.index(weights)] ^= 4
     path.write_bytes(data)
-    with pytest.raises(StoreError, match=r"job=verify store=FOLDER verify\.repair=true"):
+    with pytest.raises(StoreError, match=rf"job=verify store={root} verify\.repair=true"):
         FeatureStore(root)

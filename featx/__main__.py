@@ -131,7 +131,8 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
         task = _Task(line, debug, until_job, runs)
         with checked_hydra():
             hydra.main(version_base="1.3", **hydra_options)(task)()
-        if not runs and any("=glob(" in text for text in line.arguments):
+        has_glob = any("=glob(" in text for text in line.arguments)
+        if has_glob and not runs and not _Task.was_sent:
             raise ConfigError("-m: these options make no run. A pattern glob(...) finds nothing.")
     except BrokenPipeError:
         discard_output()  # a reader may close the pipe before the end of the help (`-h | head`)

@@ -114,6 +114,6 @@ def test_choices_of_own_files_are_found(folder: Path) -> None:
     experiments.mkdir(parents=True)
     for name in ("parts", "packed"):
         (experiments / f"{name}.yaml").write_text(f"job: status\nstore: {name}\n")
-    done = launch(folder, "--config-dir", "mine", "experiment=parts,packed")
+    done = launch(folder, "--config-dir", "mine", "experiment=glob([pa*])")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("21 of 21") == 2

@@ -184,6 +184,7 @@ class _Task:
     """
 
     was_sent = False
+    """Whether a launcher has sent it to another process."""
 
     def __init__(
         self,
@@ -198,7 +199,7 @@ class _Task:
     def __call__(self, node: DictConfig) -> None:
         self._until_job.close()
         label = _announce_run(self._line)
-        self._runs.append((label, 1, ""))  # it has begun: what it raises is no error of the options
+        self._runs.append((label, 1, ""))  # what it raises from now on is no error of the options
         self._runs[-1] = label, *_run_job(node, self._line, self._debug)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -215,14 +216,16 @@ def task_of_launcher(line: CommandLine, debug: bool) -> Callable[[DictConfig], N
 
 
 @functools.cache
-def _prepare_launched_process(config_dirs: tuple[Path, ...]) -> None:
-    """Prepare a process for the runs of one command."""
+def _prepare_launched_process(config_dirs: tuple[Path, ...]) -> object:
+    """Prepare a process for the runs of one command; returns what must live as long."""
     from featx.cli import checked_hydra, register_with_hydra
     from featx.jobs import JOBS
 
     _prepare_process()
     register_with_hydra(JOBS, config_dirs)
-    checked_hydra().__enter__()  # until the process ends
+    checks = checked_hydra()
+    checks.__enter__()
+    return checks  # Python would end the block with the last reference to it
 
 
 def _run_launched(node: DictConfig, line: CommandLine, debug: bool) -> None:

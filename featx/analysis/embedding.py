@@ -121,7 +121,7 @@ def embedder(
     or changed while the embedder is open.
     """
     config = config_with_factory(device, model_factory)
-    return Embedder(config, store, layers, pads=False, model_factory=model_factory)
+    return Embedder(config, store, layers, pads=False, model_factory=copy_model(model_factory))
 
 
 class Embedder(LoadedFunction):
@@ -159,9 +159,8 @@ class Embedder(LoadedFunction):
             if names := [name for name in self._layers if manifest.first_run_with(name) is run]:
                 recipe = ExtractionRecipe.of_run(str(store.root), run, names)
                 run_config = recipe.config_for(config, DataConfig())
-                # A given module has the captures of one run at a time, and is the caller's between
-                # two calls.
-                factory = copy_model(model_factory) if models or not pads else model_factory
+                # A given module has the captures of one run at a time.
+                factory = copy_model(model_factory) if models else model_factory
                 models.append(LoadedModel(recipe, run_config, pads, factory))
         super().__init__(models)
 

@@ -268,7 +268,7 @@ class LoadedModel:
                 yield first
             finally:  # between two calls no process stays, and settings are those of the caller
                 first.loader.end_decoders()
-                first.engine.process.close()
+                first.engine.process_stack.close()
             return
         from featx.base import cpu_threads  # which imports torch
         from featx.images import Loader

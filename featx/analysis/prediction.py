@@ -143,10 +143,12 @@ def predictor(
 
     A batch holds the images of a call and is not filled up to the size of the store's, so that one
     image is fast; scores differ from those of `predict` by rounding. Arguments and errors are those
-    of `predict`.
+    of `predict`. A module that is given is copied, and may be trained or changed while the
+    predictor is open.
     """
     config = config_with_factory(device, model_factory, data=FolderOptions(root="/"))
-    return Predictor(config, parse_path(head, "head"), pads=False, model_factory=model_factory)
+    path, copy = parse_path(head, "head"), copy_model(model_factory)
+    return Predictor(config, path, pads=False, model_factory=copy)
 
 
 class Predictor(LoadedFunction):
@@ -176,8 +178,7 @@ class Predictor(LoadedFunction):
         run_config = recipe.config_for(config, config.data)
         run_config = replace(run_config, max_failures=config.max_failures)
         self._data = config.data  # which a call with a folder completes
-        factory = model_factory if pads else copy_model(model_factory)  # the caller's between calls
-        super().__init__([LoadedModel(recipe, run_config, pads, factory)])
+        super().__init__([LoadedModel(recipe, run_config, pads, model_factory)])
 
     def __call__(self, images: str | os.PathLike[str] | Sequence[object]) -> Predictions:
         if isinstance(images, str | os.PathLike):

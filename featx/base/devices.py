@@ -217,8 +217,8 @@ def may_have_bf16() -> bool:
 
 
 _threads_lock = threading.Lock()
-_threads_before: list[int] = []
-"""Number of threads before each open block of `cpu_threads`, in the order in which they began."""
+_usual_threads: list[int] = []
+"""For each block of `cpu_threads` that has not ended, the number of threads before the first."""
 
 
 @contextlib.contextmanager
@@ -233,14 +233,14 @@ def cpu_threads(count: int | None) -> Iterator[None]:
         return
     with _threads_lock:
         before = torch.get_num_threads()
-        _threads_before.append(_threads_before[0] if _threads_before else before)
+        _usual_threads.append(_usual_threads[0] if _usual_threads else before)
         torch.set_num_threads(count)
     try:
         yield
     finally:
         with _threads_lock:
-            usual = _threads_before.pop()
-            torch.set_num_threads(before if _threads_before else usual)
+            usual = _usual_threads.pop()
+            torch.set_num_threads(before if _usual_threads else usual)
 
 
 # Attributes of torch.backends are made in ways that mypy cannot follow.

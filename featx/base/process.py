@@ -107,8 +107,9 @@ def signal_handlers(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None
 def delayed_signals(
     is_delayed: Callable[[FrameType | None], bool] = lambda frame: True,
 ) -> Iterator[None]:
-    """Delay SIGINT, SIGTERM and SIGHUP to the end of the block, where code that is interrupted
-    would lose them or what it has begun: all of them, or those that arrive in some frames.
+    """Delay SIGINT, SIGTERM and SIGHUP to the end of the block, for code that would lose the
+    exception of a handler, or leave files and processes behind. With `is_delayed` only those that
+    arrive in a frame for which it is true.
     """
     delayed: list[int] = []
     signums = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -319,16 +319,16 @@ def _check_targets(name: str, value: object) -> None:
 
 
 def sweep_of(
-    line: CommandLine, of_files: Mapping[str, str] | None = None
+    line: CommandLine, in_files: Mapping[str, str] | None = None
 ) -> tuple[int, frozenset[str]]:
     """Return the number of runs of a multirun, and the options that differ between them.
 
-    `of_files` are the options that files sweep over, `hydra.sweeper.params`.
+    `in_files` is `hydra.sweeper.params`: option -> its values, which files sweep over.
     """
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    values = [f"{key}={value}" for key, value in (of_files or {}).items()]
+    values = [f"{key}={value}" for key, value in (in_files or {}).items()]
     values += [argument for argument in line.arguments if not argument.startswith("-")]
     running = GlobalHydra.instance().hydra
     # Without a loader `glob(*)` cannot be counted.
@@ -336,7 +336,7 @@ def sweep_of(
     counts: dict[str, int] = {}  # of the options that differ; those of the command line replace
     for override in parser.parse_overrides(values):
         counts.pop(str(override.key_or_group), None)
-        if override.is_sweep_override():
+        if override.is_discrete_sweep():  # an interval, for some sweepers, has no number of values
             counts[str(override.key_or_group)] = len(list(override.sweep_string_iterator()))
     return math.prod(counts.values()), frozenset(counts)
 

@@ -67,7 +67,7 @@ class DeviceModel:
         module: module of the backbone, on the device.
         plain_modules: names of the modules whose fused attention `trace` has turned off.
         traced: forward pass that `trace` recorded last, or None.
-        process: settings of this process while the model computes, in effect until it is closed.
+        process_stack: stack of settings of this process, which are in effect until it is closed.
         trial_images: (n, 3, H, W) images of the data set, uint8 in [0, 255] or normalised float32,
             for checks that noise alone does not suffice for; None if there are none.
     """
@@ -79,12 +79,12 @@ class DeviceModel:
         self.traced: Trace | None = None
         self.trial_images: torch.Tensor | None = None
         self.plain_modules: list[str] = []
-        self.process = contextlib.ExitStack()
+        self.process_stack = contextlib.ExitStack()
         self._settings = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        self._settings.push(self.process)
-        self.process.enter_context(self.process_settings())
+        self._settings.push(self.process_stack)
+        self.process_stack.enter_context(self.process_settings())
         if self.device.type == "cpu":
             self._settings.enter_context(kept_freed_memory)
         self._settings.enter_context(uncompiled(self.module))

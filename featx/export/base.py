@@ -158,10 +158,11 @@ def refuse_maps(selection: ExportSelection, holding: str) -> None:
     vectors = _vectors(selection)
     maps = [name for name in selection.layers if name not in vectors]
     if maps:
-        others = f"'layers=[{','.join(vectors)}]' leaves them out; or e" if vectors else "E"
+        leave = f"'layers=[{','.join(vectors)}]' leaves them out; or extract"
+        advice = leave if vectors else "Extract"
         raise ConfigError(
             f"{holding}; rows of {', '.join(maps)} are maps, tokens or single numbers. "
-            f"{others}xtract maps and tokens with reduce=avg."
+            f"{advice} maps and tokens with reduce=avg."
         )
 
 

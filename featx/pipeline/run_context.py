@@ -285,7 +285,7 @@ def build_run_context(
             if executor.name == "local":  # in torch's threads at most
                 cpus = min(torch.get_num_threads(), cpus)
         # The trial passes use all threads; the run itself may use fewer per batch.
-        engine.process.enter_context(
+        engine.process_stack.enter_context(
             cpu_threads(batch_parallelism.trial_threads(cpus, resume_state))
         )
         log_step("trying the settings on some images ...")
@@ -338,7 +338,7 @@ def build_run_context(
             check_response(code, response, settings, resume_state)
         timer.end("trial")
 
-        engine.process.enter_context(cpu_threads(parallelism.threads))
+        engine.process_stack.enter_context(cpu_threads(parallelism.threads))
         if len(listing) > FEW_ROWS:
             loader.end_decoders()  # they hold the weights as they were before the trial
         yield RunContext(

@@ -215,6 +215,22 @@ def test_a_module_and_the_process_are_the_users_while_an_embedder_is_open(
     assert torch.equal(model[0].weight, state["0.weight"] * 4)
 
 
+def test_a_predictor_keeps_the_weights_of_its_head(store: featx.FeatureStore) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Dropout(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    factory = {"factory": model, "transform": MODEL["transform"]}
+    own = extract("photos", model=factory, layers=["3"], out="of_module")
+    featx.probe(own, device="cpu")
+    files = files_of(own, [0, 1, 20])
+    before = featx.predict(own.root, files, model_factory=model).scores
+    with featx.predictor(own.root, model_factory=model) as predict:
+        for _ in range(2):
+            np.testing.assert_allclose(predict(files).scores, before, rtol=1e-3, atol=1e-4)
+            model.train()
+            with torch.no_grad():
+                model[0].weight.mul_(2)
+
+
 def test_a_closed_embedder_says_so(store: featx.FeatureStore) -> None:
     files = files_of(store, [0])
     with featx.embedder(store, **CODE) as embed:

@@ -289,7 +289,7 @@ def test_finished_layers_are_refreshed_while_rows_are_added(
         StoreMismatchError, match=r"each of 'layers=\[conv\]' and 'layers=\[deep\]'"
     ):
         extract(photos, layers=both, grow=True)
-    with pytest.raises(StoreMismatchError, match=r"\(layers=\[deep\]\)"):
+    with pytest.raises(StoreMismatchError, match=r"\('layers=\[deep\]'\)"):
         extract(photos, layers=["conv"], refresh=True)
     assert re.search(r"2[5-9] of 30 rows are there already", capfd.readouterr().err)
     extract(photos, layers=["deep"], refresh=True)

@@ -204,7 +204,7 @@ def test_layers_are_completed_and_refreshed_before_rows_are_added(
     left_out = "1 new image left out: 'layers=[conv,pool]' grow=true adds them"
     assert left_out in capfd.readouterr().err
     write_image(photos / "cat" / "000.png", 1000)
-    advice = r"once with each of layers=\[conv\] and layers=\[pool\]"
+    advice = r"once with each of 'layers=\[conv\]' and 'layers=\[pool\]'"
     for grow, more in ((False, ""), (True, ", without grow=true")):
         with pytest.raises(StoreMismatchError, match=advice + more):
             extract(photos, layers=both, grow=grow, refresh=True)

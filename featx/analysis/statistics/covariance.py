@@ -152,10 +152,10 @@ def _check_k(
         raise ConfigError(f"k is {k}; expected 1 to {moments.dim}, the number of features.")
     rank = rank_of(variances, moments.dim)
     if needs_variance and k > rank:
-        fewer = f"Give reduce.k={rank} or less, or t" if rank else "T"
+        advice = f"Give reduce.k={rank} or less, or take" if rank else "Take"
         raise ConfigError(
             f"k is {k}, but the {moments.count} rows of {moments.dim} features vary in "
-            f"{counted(rank, 'direction')} only. {fewer}ake the statistics of more rows; "
+            f"{counted(rank, 'direction')} only. {advice} the statistics of more rows; "
             "reduce=whiten also takes reduce.epsilon with reduce.zca=true and no reduce.k."
         )
 
